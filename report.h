@@ -1,0 +1,26 @@
+// What a run says of itself: predictions before it, a line a step, a table after it. Nothing here changes the model.
+#ifndef REPORT_H
+#define REPORT_H
+
+#include "runtime/device.h"
+#include "train.h"
+
+// --dry-run: parameters, FLOPs, bytes held and sent, and the classic estimates beside ours.
+void report_dry_run(const Model *m, const Ledger *predicted);
+// --explain: the grid, the buckets and the messages of a step.
+void report_explain(const Model *m);
+// The memory table; measured is NULL where nothing ran yet.
+void report_memory(const Ledger *predicted, const Ledger *measured);
+
+// peak_flops: operations a second that count as 100 %, of all ranks together.
+void report_start(const Model *m, const Ledger *predicted, int threads, double peak_flops);
+typedef struct {
+    long step; // finished ones
+    double loss, grad_norm, lr, seconds;
+} StepReport;
+void report_step(const Model *m, StepReport r, double peak_flops);
+void report_validation(long step, double loss);
+// Collective: the log's last event holds every rank's memory and messages.
+void report_end(const Model *m, const Ledger *predicted, double loss, double peak_before, double peak_after);
+
+#endif

@@ -1,0 +1,464 @@
+// The ring: collectives made of messages to the right-hand neighbour.
+//
+// The ranks of a Comm stand in a circle, and a buffer is cut into as many shards as there are ranks. Reduce-scatter,
+// for 4 ranks, seen from shard 0, whose owner is rank 0:
+//
+//     hop 0             hop 1                   hop 2
+//     rank 1 --x1--> rank 2 --x1+x2--> rank 3 --x1+x2+x3--> rank 0: adds x0, keeps the sum
+//
+// The other shards travel at the same time, each one place further round, so that in every hop every rank sends one
+// shard and receives one. All-gather is the same walk without the sums: each owner's shard goes round and is kept on
+// the way. All-reduce is the one, then the other.
+//
+// A shard is cut again, into slices of at most SLICE_BYTES. LANES slices travel at a time, each at its own pace: while
+// one is added, the others are on their way; and what is received and not yet added takes little memory.
+//
+// Cost for n bytes and N ranks: reduce-scatter and all-gather send (N-1)/N · n a rank, all-reduce twice that, which is
+// the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none from the last one.
+// Barrier: log2 N empty messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
+// Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+#include "comm.h"
+#include "fail.h"
+#include "../kernels/precision.h"
+
+#include <assert.h>
+#include <math.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef USE_MPI
+#include <mpi.h>
+#else
+#include "no_mpi.h"
+#endif
+
+// A slice also keeps MPI's int counts far from their end, however large the buffer.
+enum { SLICE_BYTES = 512 << 10, LANES = 4 };
+
+const char *const comm_op_name[COMM_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                            "barrier"};
+
+// One hop of one slice: what goes out, what comes in, and what becomes of it.
+typedef struct {
+    const void *send; // [sent bytes]
+    void *receive;    // [received bytes]
+    size_t sent, received;
+    int to, from;     // MPI_PROC_NULL: nobody, because there is nothing to say
+    const void *mine; // [received bytes] to add to what comes in, unless NULL
+    void *keep;       // [received bytes] where the sum then goes, unless NULL
+} Hop;
+
+typedef struct {
+    size_t slice; // the one that travels here; the next one is slice + LANES
+    int hop;      // how many it has behind it
+    bool posted;  // is the next one under way?
+    Hop now;
+    MPI_Request requests[2];
+} Lane;
+
+// A collective under way, or waiting for its turn.
+typedef struct Task {
+    struct Task *next;
+    uint64_t sequence;
+    CommOp op;
+    DType type;
+    size_t count;
+    const void *in; // reductions: [count]; all_gather: this rank's shard
+    void *own;      // where this rank's shard of the result goes
+    void *out;      // all_reduce, all_gather, broadcast: [count]
+    int root;
+    size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
+    int hops;                      // that a slice makes
+    bool begun;
+    Lane lane[LANES];
+} Task;
+
+struct CommRing {
+    Comm comm; // what users hold is the first part of this
+    MPI_Comm mpi;
+    Task *first, *last;     // the queue; only the first is under way
+    uint64_t started, done; // works, in order of their start
+    char *staging;          // sums that are on their way through this rank: two slices a lane
+    size_t staging_bytes;
+    struct CommRing *next;
+};
+
+static struct CommRing *rings; // every Comm alive
+static Comm *world;
+static Host host;
+
+#define mpi_check(call) mpi_checked(call, #call, __LINE__)
+static void mpi_checked(int error, const char *call, int line) {
+    if (error == MPI_SUCCESS) return;
+    char text[MPI_MAX_ERROR_STRING];
+    int length;
+    MPI_Error_string(error, text, &length);
+    fail(EXIT_RUNTIME, "%s:%d: %s: %s (has another rank ended?)", __FILE__, line, call, text);
+}
+
+static void *obtain(size_t bytes) {
+    void *memory = calloc(1, bytes);
+    if (!memory) fail(EXIT_RUNTIME, "no memory for %zu bytes of communication", bytes);
+    return memory;
+}
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
+}
+
+// ---- the sums -------------------------------------------------------------------------------------------------------
+
+size_t dtype_size(DType t) {
+    return (const size_t[]){4, 2, 8, 4, 8, 1}[t];
+}
+
+// sum [n] += x [n]
+typedef void Add(void *sum, const void *x, size_t n);
+#define ADD(name, type, sum_of_a_and_b)                                                                        \
+    static void name(void *sum, const void *x, size_t n) {                                                     \
+        type *restrict s = sum;                                                                                \
+        for (size_t i = 0; i < n; i++) {                                                                       \
+            type a = s[i], b = ((const type *)x)[i];                                                           \
+            s[i] = sum_of_a_and_b;                                                                             \
+        }                                                                                                      \
+    }
+ADD(add_f32, float, a + b)
+ADD(add_bf16, bf16, float_to_bf16(bf16_to_float(a) + bf16_to_float(b)))
+ADD(add_f64, double, a + b)
+ADD(add_i32, int32_t, a + b)
+ADD(add_i64, int64_t, a + b)
+static Add *const add[] = {add_f32, add_bf16, add_f64, add_i32, add_i64, NULL}; // by DType
+
+// ---- what travels when ----------------------------------------------------------------------------------------------
+
+size_t comm_shard_begin(size_t count, int size, int r) {
+    size_t each = count / (size_t)size, longer = count % (size_t)size, rank = (size_t)r;
+    return rank * each + (rank < longer ? rank : longer);
+}
+
+static size_t slice_items(size_t longest, DType t) {
+    size_t most = SLICE_BYTES / dtype_size(t);
+    return longest < most ? longest : most;
+}
+
+size_t comm_staging_bytes(size_t count, DType t, int size) {
+    if (size == 1 || count == 0) return 0;
+    size_t longest = comm_shard_begin(count, size, 1), slice = slice_items(longest, t);
+    size_t slices = (longest + slice - 1) / slice;
+    return 2 * (slices < LANES ? slices : LANES) * slice * dtype_size(t);
+}
+
+static int around(const Comm *c, int rank) {
+    return (rank + c->size) % c->size;
+}
+
+static void *at(const void *base, size_t offset) { // in bytes; an empty buffer may be NULL
+    return offset ? (char *)base + offset : (void *)base;
+}
+
+// Slice j of the elements begin..end, in bytes. Shards may differ by an element: the last slice of one may be empty.
+typedef struct {
+    size_t offset, bytes;
+} Piece;
+static Piece piece(const Task *t, size_t j, size_t begin, size_t end) {
+    begin += j * t->slice;
+    size_t items = begin >= end ? 0 : end - begin < t->slice ? end - begin : t->slice;
+    return (Piece){begin * dtype_size(t->type), items * dtype_size(t->type)};
+}
+static Piece shard_piece(const Comm *c, const Task *t, size_t j, int rank) {
+    int shard = around(c, rank);
+    return piece(t, j, comm_shard_begin(t->count, c->size, shard),
+                 comm_shard_begin(t->count, c->size, shard + 1));
+}
+
+// Hop k sends on what hop k-1 has summed, so two places a lane take turns.
+static Hop reduce_hop(const Comm *c, const Task *t, size_t j, int k) {
+    Piece out = shard_piece(c, t, j, c->rank - 1 - k), in = shard_piece(c, t, j, c->rank - 2 - k);
+    size_t lane = j % LANES, place = t->slice * dtype_size(t->type);
+    void *before = at(c->ring->staging, (2 * lane + (k + 1) % 2) * place);
+    void *now = at(c->ring->staging, (2 * lane + k % 2) * place);
+    return (Hop){.send = k == 0 ? at(t->in, out.offset) : before,
+                 .sent = out.bytes,
+                 .receive = now,
+                 .received = in.bytes,
+                 .mine = at(t->in, in.offset),
+                 .keep = k == c->size - 2 ? at(t->own, j * place) : NULL};
+}
+
+static Hop gather_hop(const Comm *c, const Task *t, size_t j, int k) {
+    Piece out = shard_piece(c, t, j, c->rank - k), in = shard_piece(c, t, j, c->rank - 1 - k);
+    return (Hop){.send = at(t->out, out.offset),
+                 .sent = out.bytes,
+                 .receive = at(t->out, in.offset),
+                 .received = in.bytes};
+}
+
+// Hop 0 takes a slice from the left, hop 1 passes it on; the chain begins at root and ends at its left.
+static Hop broadcast_hop(const Comm *c, const Task *t, size_t j, int k) {
+    Piece slice = piece(t, j, 0, t->count);
+    void *place = at(t->out, slice.offset);
+    if (k == 0) return (Hop){.receive = place, .received = c->rank == t->root ? 0 : slice.bytes};
+    return (Hop){.send = place, .sent = around(c, c->rank + 1) == t->root ? 0 : slice.bytes};
+}
+
+static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
+    size_t j = lane->slice;
+    int k = lane->hop, reduce_hops = t->op == OP_ALL_GATHER ? 0 : c->size - 1;
+    if (t->op == OP_BARRIER) // after hop k, this rank knows that the 2^(k+1) - 1 ranks on its left have come
+        return (Hop){.to = around(c, c->rank + (1 << k)), .from = around(c, c->rank - (1 << k))};
+    Hop hop = t->op == OP_BROADCAST ? broadcast_hop(c, t, j, k)
+              : k < reduce_hops     ? reduce_hop(c, t, j, k)
+                                    : gather_hop(c, t, j, k - reduce_hops);
+    hop.to = hop.sent ? around(c, c->rank + 1) : MPI_PROC_NULL;
+    hop.from = hop.received ? around(c, c->rank - 1) : MPI_PROC_NULL;
+    return hop;
+}
+
+// ---- progress -------------------------------------------------------------------------------------------------------
+
+// A task's turn has come. Not earlier: the works before it may be writing what it reads.
+static void begin(Comm *c, Task *t) {
+    struct CommRing *ring = c->ring;
+    t->begun = true;
+    bool reduces = t->op == OP_REDUCE_SCATTER || t->op == OP_ALL_REDUCE;
+    size_t staging = reduces ? comm_staging_bytes(t->count, t->type, c->size) : 0;
+    if (staging > ring->staging_bytes) {
+        free(ring->staging);
+        ring->staging = obtain(staging);
+        ring->staging_bytes = staging;
+    }
+    if (t->op == OP_ALL_GATHER || c->size == 1) { // this rank's shard is not brought by anybody
+        size_t from = comm_shard_begin(t->count, c->size, c->rank);
+        size_t items = comm_shard_begin(t->count, c->size, c->rank + 1) - from;
+        if (t->own != t->in && items) memmove(t->own, t->in, items * dtype_size(t->type));
+    }
+    for (int i = 0; i < LANES; i++) t->lane[i].slice = (size_t)i;
+}
+
+static void post(Comm *c, Task *t, int i) {
+    Lane *lane = &t->lane[i];
+    Hop *hop = &lane->now;
+    *hop = next_hop(c, t, lane);
+    MPI_Comm mpi = c->ring->mpi;
+    mpi_check(MPI_Irecv(hop->receive, (int)hop->received, MPI_BYTE, hop->from, i, mpi, &lane->requests[0]));
+    mpi_check(MPI_Isend(hop->send, (int)hop->sent, MPI_BYTE, hop->to, i, mpi, &lane->requests[1]));
+    c->count[t->op].bytes += hop->sent;
+    lane->posted = true;
+}
+
+// Takes lane i as far as it goes without waiting.
+static bool advance_lane(Comm *c, Task *t, int i) {
+    Lane *lane = &t->lane[i];
+    bool moved = false;
+    while (lane->slice < t->slices) {
+        if (!lane->posted) post(c, t, i);
+        int both;
+        mpi_check(MPI_Testall(2, lane->requests, &both, MPI_STATUSES_IGNORE));
+        if (!both) break;
+        Hop *hop = &lane->now;
+        size_t bytes = hop->received;
+        if (hop->mine && bytes) add[t->type](hop->receive, hop->mine, bytes / dtype_size(t->type));
+        if (hop->keep && bytes) memcpy(hop->keep, hop->receive, bytes);
+        lane->posted = false;
+        moved = true;
+        if (++lane->hop == t->hops) {
+            t->arrived++;
+            lane->hop = 0;
+            lane->slice += LANES;
+        }
+    }
+    return moved;
+}
+
+// Moves the first work of the queue, and once it is done, the next. Says whether anything moved.
+static bool advance(Comm *c) {
+    struct CommRing *ring = c->ring;
+    bool moved = false;
+    for (Task *t; (t = ring->first);) {
+        if (!t->begun) begin(c, t);
+        for (int i = 0; i < LANES; i++) moved |= advance_lane(c, t, i);
+        if (t->arrived < t->slices) break;
+        ring->done = t->sequence;
+        ring->first = t->next;
+        free(t);
+        moved = true;
+    }
+    return moved;
+}
+
+static bool advance_all(void) {
+    bool moved = false;
+    for (struct CommRing *ring = rings; ring; ring = ring->next) moved |= advance(&ring->comm);
+    return moved;
+}
+
+void comm_progress(void) {
+    advance_all();
+}
+
+static Work start(Comm *c, Task task) {
+    struct CommRing *ring = c->ring;
+    Task *t = obtain(sizeof *t);
+    *t = task;
+    t->sequence = ++ring->started;
+    c->count[t->op].calls++;
+    if (c->size > 1 && t->op == OP_BARRIER) {
+        t->slices = 1;
+        while (1 << t->hops < c->size) t->hops++;
+    } else if (c->size > 1 && t->count > 0) {
+        size_t longest = t->op == OP_BROADCAST ? t->count : comm_shard_begin(t->count, c->size, 1);
+        t->slice = slice_items(longest, t->type);
+        t->slices = (longest + t->slice - 1) / t->slice;
+        t->hops = t->op == OP_BROADCAST ? 2 : t->op == OP_ALL_REDUCE ? 2 * (c->size - 1) : c->size - 1;
+    }
+    *(ring->first ? &ring->last->next : &ring->first) = t;
+    ring->last = t;
+    advance(c);                      // the first messages leave now
+    return (Work){c, ring->started}; // t may be done, and gone
+}
+
+// Other ranks may be short of a core to run on, so an idle turn is given away.
+void comm_wait(Work w) {
+    struct CommRing *ring = w.comm->ring;
+    if (ring->done >= w.sequence) return;
+    double began = now_ms();
+    Task *t = ring->first;
+    while (t->sequence != w.sequence) t = t->next;
+    CommOp op = t->op;
+    while (ring->done < w.sequence)
+        if (!advance_all()) sched_yield();
+    w.comm->count[op].exposed_ms += now_ms() - began;
+}
+
+// ---- the collectives ------------------------------------------------------------------------------------------------
+
+static void *own_place(const Comm *c, void *whole, size_t count, DType t) {
+    return at(whole, comm_shard_begin(count, c->size, c->rank) * dtype_size(t));
+}
+
+Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t) {
+    assert(add[t]);
+    void *own = own_place(c, buf, count, t);
+    return start(c, (Task){.op = OP_ALL_REDUCE, .type = t, .count = count, .in = buf, .own = own, .out = buf});
+}
+
+Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
+    assert(add[t]);
+    return start(c, (Task){.op = OP_REDUCE_SCATTER, .type = t, .count = count, .in = in, .own = out});
+}
+
+Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) {
+    void *own = own_place(c, out, count, t);
+    return start(c, (Task){.op = OP_ALL_GATHER, .type = t, .count = count, .in = in, .own = own, .out = out});
+}
+
+Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
+    return start(c, (Task){.op = OP_BROADCAST, .type = t, .count = count, .out = buf, .root = root});
+}
+
+Work comm_barrier(Comm *c) {
+    return start(c, (Task){.op = OP_BARRIER});
+}
+
+double comm_sum(Comm *c, double x) {
+    comm_wait(comm_all_reduce(c, &x, 1, DTYPE_F64));
+    return x;
+}
+
+double comm_max(Comm *c, double x) {
+    size_t n = (size_t)c->size;
+    double *all = obtain(n * sizeof *all), max = x;
+    comm_wait(comm_all_gather(c, all, &x, n, DTYPE_F64));
+    for (size_t r = 0; r < n; r++)
+        if (all[r] > max || isnan(all[r])) max = all[r]; // one NaN among the ranks is the answer on all of them
+    free(all);
+    return max;
+}
+
+bool comm_all_true(Comm *c, bool mine) {
+    return comm_sum(c, mine ? 0 : 1) == 0;
+}
+
+// ---- groups ---------------------------------------------------------------------------------------------------------
+
+// Takes over the MPI communicator.
+static Comm *comm_of(MPI_Comm mpi, const char *name) {
+    struct CommRing *ring = obtain(sizeof *ring), **end = &rings;
+    Comm *c = &ring->comm;
+    c->name = name;
+    c->ring = ring;
+    ring->mpi = mpi;
+    mpi_check(MPI_Comm_rank(mpi, &c->rank));
+    mpi_check(MPI_Comm_size(mpi, &c->size));
+    while (*end) end = &(*end)->next;
+    return *end = ring, c;
+}
+
+Comm *comm_init(int *argc, char ***argv) {
+    int provided;
+    // Without a launcher, Open MPI would start a daemon for this one rank, and want ssh for that.
+    setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
+    mpi_check(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided));
+    fail_abort = comm_abort;
+    mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN)); // groups inherit it
+    MPI_Comm mpi, here;
+    mpi_check(MPI_Comm_dup(MPI_COMM_WORLD, &mpi));
+    world = comm_of(mpi, "world");
+    if (world->size != launch_size())
+        fail_all(EXIT_USAGE,
+                 "the launcher started %d ranks, but MPI sees %d; use the mpirun of the MPI that this is built "
+                 "with (srun --mpi=pmix), and no launcher for a build with MPI=0",
+                 launch_size(), world->size);
+    mpi_check(MPI_Comm_split_type(mpi, MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, &here));
+    mpi_check(MPI_Comm_rank(here, &host.local_rank));
+    mpi_check(MPI_Comm_size(here, &host.local_size));
+    mpi_check(MPI_Comm_free(&here));
+    host.hosts = (int)comm_sum(world, host.local_rank == 0);
+    memset(world->count, 0, sizeof world->count); // users count from here
+    return world;
+}
+
+Host comm_host(void) {
+    return host;
+}
+
+Comm *comm_split(Comm *parent, int color, int key, const char *name) {
+    MPI_Comm mpi;
+    comm_wait((Work){parent, parent->ring->started}); // MPI_Comm_split would not move what is under way
+    mpi_check(MPI_Comm_split(parent->ring->mpi, color, key, &mpi));
+    return comm_of(mpi, name);
+}
+
+void comm_free(Comm *c) {
+    struct CommRing *ring = c->ring, **link = &rings;
+    if (ring->first)
+        fail(EXIT_RUNTIME, "group %s ends with a %s under way", c->name, comm_op_name[ring->first->op]);
+    while (*link != ring) link = &(*link)->next;
+    *link = ring->next;
+    mpi_check(MPI_Comm_free(&ring->mpi));
+    free(ring->staging);
+    free(ring);
+}
+
+int comm_list(Comm **list, int max) {
+    int n = 0;
+    for (struct CommRing *ring = rings; ring; ring = ring->next, n++)
+        if (n < max) list[n] = &ring->comm;
+    return n;
+}
+
+void comm_finalize(void) {
+    while (rings) comm_free(&rings->comm);
+    world = NULL;
+    fail_abort = _exit;
+    mpi_check(MPI_Finalize());
+}
+
+_Noreturn void comm_abort(int code) {
+    if (world && world->size > 1) MPI_Abort(MPI_COMM_WORLD, code);
+    _exit(code);
+}

@@ -1,0 +1,97 @@
+// Groups of ranks and what they say to each other.
+//
+// A Comm is an ordered set of ranks. A collective starts now and is awaited later:
+//     Work w = comm_reduce_scatter(c, out, in, count, DTYPE_F32);  ...compute...  comm_wait(w);
+// It reads what the compute stream has written before the call; after comm_wait the compute stream sees its result.
+// Until then, neither buffer may be touched. Works on one Comm complete in the order in which they were started, and
+// all ranks of the Comm must start them in the same order.
+//
+// On CPU the reductions and all_gather are a ring over MPI_Isend/MPI_Irecv (Patarasuk & Yuan 2009): size − 1 hops (twice
+// that for all_reduce), in each of which a rank sends to rank + 1 and receives from rank − 1. The order of the sums is fixed: shard s is summed along the ring,
+// starting at rank s + 1 and ending at its owner, rank s. bf16 is added in fp32 and rounded once a hop.
+// A group of one is still a group: its collectives copy, and send nothing.
+#ifndef COMM_H
+#define COMM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum {
+    DTYPE_F32,
+    DTYPE_BF16,
+    DTYPE_F64,
+    DTYPE_I32,
+    DTYPE_I64,
+    DTYPE_U8
+} DType; // DTYPE_U8: moved, never added
+size_t dtype_size(DType t);
+
+typedef enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, COMM_OPS } CommOp;
+extern const char *const comm_op_name[COMM_OPS];
+
+typedef struct {
+    uint64_t calls;
+    uint64_t bytes;    // sent by this rank, counted where they are sent
+    double exposed_ms; // time blocked in comm_wait
+} CommCount;
+
+typedef struct Comm {
+    const char *name; // "world", "dp": how counters, traces and error messages call it
+    int rank, size;   // mine, and how many
+    CommCount count[COMM_OPS];
+    struct CommRing *ring; // private: MPI communicator, queue of works, staging buffers
+} Comm;
+
+typedef struct {
+    Comm *comm;
+    uint64_t sequence; // the number of this work on its Comm; comm_wait returns once all up to it are done
+} Work;
+
+// Starts MPI (or, built with MPI=0, a world of one) and returns the group of all ranks.
+Comm *comm_init(int *argc, char ***argv);
+// Ends MPI in good order: every rank must come here, with no work under way.
+void comm_finalize(void);
+// Ends every rank of the job with this exit code, from any one of them.
+_Noreturn void comm_abort(int code);
+// The ranks of parent that pass the same color, ordered by (key, parent rank). Collective over the parent.
+Comm *comm_split(Comm *parent, int color, int key, const char *name);
+void comm_free(Comm *c);
+// Every Comm alive, for the end-of-run table of counters; returns how many, fills up to max.
+int comm_list(Comm **list, int max);
+
+// Where rank r's shard of `count` elements begins; shard r ends where r + 1's begins, the last at count. Shards
+// differ in length by at most one element, the longer ones first. ZeRO, the ring and checkpoints cut alike.
+size_t comm_shard_begin(size_t count, int size, int r);
+// What a Comm of this size keeps for the sums under way, once it has reduced `count` elements: a constant at most. Over
+// the reductions of a Comm, the largest counts.
+size_t comm_staging_bytes(size_t count, DType t, int size);
+
+// Sum of buf [count] over the group, in place, same bits on every rank: reduce_scatter, then all_gather.
+Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t);
+// in [count] summed over the group; this rank's shard of the sum is written to out [its shard's length].
+// out may lie inside in, at the shard's own place. in is not changed elsewhere.
+Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t);
+// out [count] from every rank's shard, in [its shard's length]; in may lie inside out, at the shard's own place.
+Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
+// buf [count] of rank root goes to all.
+Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
+Work comm_barrier(Comm *c);
+
+// Returns once w and everything started before it on its Comm is done. A test loop, with a progress call in it.
+void comm_wait(Work w);
+// Moves whatever is under way; called between the operations of a block, so that messages travel during compute.
+void comm_progress(void);
+
+// Small things at once: each starts its collective and waits for it.
+double comm_sum(Comm *c, double x); // the same bits on every rank
+double comm_max(Comm *c, double x);
+bool comm_all_true(Comm *c, bool mine); // do all ranks say true?
+
+// Ranks on this host: local rank and local size of the world, and on how many hosts it runs.
+typedef struct {
+    int local_rank, local_size, hosts;
+} Host;
+Host comm_host(void);
+
+#endif

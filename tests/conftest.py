@@ -1,0 +1,207 @@
+"""What every test of the program uses: builds, runs, a text, and a way to cover many options with few runs."""
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "dev"))
+
+# One seed for everything random in a session: SEED=$RANDOM make test draws other layouts, models and weights.
+SEED = int(os.environ.get("SEED", 2026))
+BUILD_SECONDS, RUN_SECONDS = 900, 240
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "law: the whole product of layouts (make law); long")
+    config.addinivalue_line("markers", "mutants: breaks the code on purpose (make mutants); long")
+
+
+def pytest_report_header(config):
+    return f"SEED={SEED}"
+
+
+# ---- building and running ----------------------------------------------------------------------------------------
+_built = {}
+
+
+def build(precision="fp32", sanitize="", mpi=1):
+    """The program of this variant, made at most once a session."""
+    key = (precision, sanitize, mpi)
+    if key not in _built:
+        variant = f"cpu-{precision}{'' if mpi else '-nompi'}{'-sanitized' if sanitize else ''}"
+        program = f"build/{variant}/train"
+        options = [f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
+        made = subprocess.run(
+            ["make", "-s", "-C", str(ROOT), *options, program], capture_output=True, text=True, timeout=BUILD_SECONDS
+        )
+        _built[key] = ROOT / program if made.returncode == 0 else "\n".join(made.stderr.splitlines()[-20:])
+    assert isinstance(_built[key], pathlib.Path), f"no build of {key}:\n{_built[key]}"
+    return _built[key]
+
+
+@dataclass
+class Run:
+    command: str
+    code: int
+    stdout: str
+    stderr: str
+    log: list = field(default_factory=list)  # the events of --log
+
+    def events(self, kind):
+        return [e for e in self.log if e["event"] == kind]
+
+    def one(self, kind):
+        found = self.events(kind)
+        assert len(found) == 1, f"{len(found)} {kind} events\n{self}"
+        return found[0]
+
+    def curve(self, key):
+        """A value of every step, in order."""
+        steps = self.events("step")
+        assert [e["step"] for e in steps] == list(range(steps[0]["step"], steps[0]["step"] + len(steps)))
+        return [e[key] for e in steps]
+
+    def __str__(self):
+        return f"$ {self.command}\nexit code {self.code}\n{self.stdout}\n{self.stderr}"
+
+
+def environment(**more):
+    """Root may start mpirun in a container; a launcher around the tests is none of theirs."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
+    env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    env.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits for one without a core must not take its core
+    env.update(more)
+    return env
+
+
+def run_program(program, flags, ranks=1, timeout=RUN_SECONDS, log=None, cwd=None, env=None):
+    """Runs ./train with these flags ("--flag value" strings or numbers); never longer than timeout seconds."""
+    command = [str(program), *(["--ranks", str(ranks)] if ranks > 1 else []), *map(str, flags)]
+    if log is not None:
+        command += ["--log", str(log)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd or ROOT,
+        env=environment(**(env or {})),
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # mpirun's ranks end when it does
+        out, err = process.communicate()
+        code, err = None, f"{err}\nran longer than {timeout} s"
+    events = []
+    if log is not None and os.path.exists(log):
+        with open(log) as f:
+            events = [json.loads(line) for line in f]
+    return Run(" ".join(command), code, out, err, events)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """train(flag, value, …, ranks=1, precision="fp32", fails=False) → Run: runs the program with a log of its own.
+
+    Unless it is said to fail, it must not."""
+    numbers = itertools.count()
+
+    def train(*flags, ranks=1, precision="fp32", sanitize="", fails=False, timeout=RUN_SECONDS, env=None):
+        log = tmp_path / f"log-{next(numbers)}.jsonl"
+        r = run_program(build(precision, sanitize), flags, ranks, timeout, log, env=env)
+        assert fails or r.code == 0, f"{r}"
+        return r
+
+    return train
+
+
+WORDS = """the a of and to in that it was his her with for they at on by from when we there an she been their one all
+ said so up out if about who get which go me could time no make than first water down day side now part new take place
+ year live back most very after thing our just name good sentence man think say great where help through much before
+ line right too mean old any same tell boy follow came want show also around form three small set put end does another
+ well large must big even such because turn here why ask went men read need land different home us move try kind hand
+ picture again change off play spell air away animal house point page letter mother answer found study still learn""".split()
+
+
+def make_text(n, seed=0):
+    """n bytes that a model can learn: words after other words, in sentences."""
+    r, parts, size = random.Random(seed), [], 0
+    follows = {w: r.sample(WORDS, 5) for w in WORDS}
+    word = r.choice(WORDS)
+    while size < n:
+        sentence = []
+        for _ in range(r.randint(4, 12)):
+            word = r.choice(follows[word])
+            sentence.append(word)
+        parts.append(" ".join(sentence).capitalize() + r.choice([". ", "? ", "!\n", ".\n"]))
+        size += len(parts[-1])
+    return "".join(parts)[:n].encode()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file of 60,000 bytes."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(make_text(60_000))
+    return path
+
+
+# ---- many options, few runs --------------------------------------------------------------------------------------
+def covering(axes, legal=lambda case: True, seed=0, tries=40):
+    """Cases (dicts) such that every pair of values of two axes that is legal at all appears in one of them.
+
+    Greedy: each case starts from a pair not seen yet, the rest is drawn at random `tries` times, and the legal draw
+    that covers most new pairs stays. Pairs for which no legal case is found are left out."""
+    r, names = random.Random(seed), list(axes)
+    wanted = [((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]]
+    wanted = dict.fromkeys(wanted)  # ordered, unlike a set of strings
+    cases = []
+    while wanted:
+        (a, x), (b, y) = pair = next(iter(wanted))
+        best, gain = None, set()
+        for draw in range(50 * tries):  # many more where few draws are legal
+            case = {n: r.choice(axes[n]) for n in names}
+            case.update({a: x, b: y})
+            if not legal(case):
+                continue
+            new = {p for p in itertools.combinations(case.items(), 2) if p in wanted}
+            if len(new) > len(gain):
+                best, gain = case, new
+            if best and draw >= tries:
+                break
+        for p in gain or [pair]:
+            del wanted[p]
+        if best:
+            cases.append(best)
+    return cases
+
+
+def draw(axes, legal, n, seed):
+    """n random legal cases."""
+    r, cases = random.Random(seed), []
+    while len(cases) < n:
+        case = {name: r.choice(values) for name, values in axes.items()}
+        if legal(case):
+            cases.append(case)
+    return cases
+
+
+def label(case):
+    return ",".join(f"{k}={v}" for k, v in case.items())
+
+
+def close(a, b, tolerance):
+    """|a − b| ≤ tolerance · |b|, and never with NaN."""
+    return abs(a - b) <= tolerance * abs(b)

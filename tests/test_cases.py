@@ -1,0 +1,377 @@
+"""Bad input, bad flags, bad files and bad luck: one line on stderr, the right exit code, and no traceback.
+
+2 is the user's to mend (a flag, a file), 3 is the run's (a number that is none, a full disk). The line names the flag
+or the file, the value, and where there is one the nearest right value.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import reference
+from conftest import build, make_text, run_program
+
+USAGE, RUNTIME = 2, 3
+SANITIZE = "address,undefined"
+CPU_ENV = {"OMP_NUM_THREADS": "1", "ASAN_OPTIONS": "detect_leaks=0"}  # MPI's and OpenBLAS's own are not ours to free
+SECONDS = 20
+
+# Every case is this run, with some flags put in place of its own.
+BASE = "--data text.txt --layers 2 --hidden 32 --heads 4 --seq 32 --micro-batch 4 --steps 3 --peak-tflops 1"
+
+
+def split(flags):
+    """{"--flag": its words}."""
+    out = {}
+    for word in flags if isinstance(flags, list) else flags.split(" "):
+        if word.startswith("--"):
+            out[word] = []
+        else:
+            out[next(reversed(out))].append(word)
+    return out
+
+
+def words(flags):
+    """The base run's flags with these in place of the same ones of its own; a value may be empty, none twice."""
+    merged = {**{k: v for k, v in split(BASE).items() if k not in split(flags)}, **split(flags)}
+    return [w for flag, values in merged.items() for w in [flag, *values]]
+
+
+# name: (flags, exit code, what the line says)
+CASES = {
+    # -- data
+    "validation of another kind": ("--val good.bin", 2, r"--val good.bin: another kind of tokens"),
+    "an empty path": ([*"--steps 3 --save".split(), ""], 2, r"--save: its value is empty"),
+    "metadata with a zero": ("--init zero.safetensors", 2, r"zero.safetensors: its metadata says heads = 0"),
+    "metadata of another architecture": ("--init bert.safetensors", 2, r"its metadata says arch = bert; known: gpt2.llama"),
+    "a tensor too many": ("--init more.safetensors", 2, r"more.safetensors: holds \d+ tensors, this model has \d+"),
+    "weights that the last update spoils": (
+        "--lr 1000 --min-lr 1000 --warmup 0 --weight-decay 1000 --grad-clip 0 --steps 60 --save unsaved", 3,
+        r"step \d+: (the weights are not finite; this step is not saved|the loss is)",
+    ),
+    "exactly B·T tokens": ("--data exact.txt", 2, r"--data exact.txt: 3 sequences of 32 tokens, one step takes [48]"),
+    "less than a global step": ("--data short.txt --accum 4", 2, r"short.txt: 6 sequences of 32 .*takes (16|32)"),
+    "exactly T tokens": ("--data window.txt", 2, r"window.txt holds 32 tokens; --seq 32 needs 33 .*nearest: --seq 31"),
+    "one token": ("--data one.txt", 2, r"one.txt holds 1 tokens; the shortest sequence needs 2"),
+    "empty text": ("--data empty.txt", 2, r"empty.txt is empty"),
+    "missing file": ("--data text.txt missing.txt", 2, r"missing.txt: No such file"),
+    "directory": ("--data empty_dir", 2, r"empty_dir is a directory"),
+    "device": ("--data /dev/null", 2, r"/dev/null is not a file"),
+    "cut in its header": ("--data header.bin", 2, r"header.bin is cut short: 1000 bytes, .*1024"),
+    "empty shard": ("--data no_tokens.bin", 2, r"no_tokens.bin holds 0 tokens"),
+    "wrong magic": ("--data magic.bin", 2, r"magic.bin is no token shard: magic 12345"),
+    "wrong version": ("--data version.bin", 2, r"version.bin: version 9"),
+    "count above the file": ("--data count.bin", 2, r"count.bin: the header says 5001 tokens, the file holds 5000"),
+    "negative count": ("--data negative.bin", 2, r"negative.bin: the header says -5000 tokens"),
+    "two kinds of file": ("--data text.txt good.bin", 2, r"text.txt is a text, good.bin is a shard of uint16"),
+    "token outside the vocabulary": (
+        "--data tokens.bin --vocab 256", 2, r"tokens.bin: token \d+ is 300, outside .* 256; --vocab 301"),
+    "text outside the vocabulary": ("--vocab 64", 2, r"text.txt: token \d+ is \d+, outside the vocabulary of 64"),
+    "validation below a window": ("--val exact.txt window.txt", 2, r"window.txt holds 32 tokens; --seq 32 needs 33"),
+    "missing validation": ("--val missing.txt", 2, r"missing.txt: No such file"),
+    "evaluation of nothing": ("--data good.bin --eval-every 1", 2, r"--eval-every 1: needs --val"),
+    # -- flags
+    "unknown flag": ("--stepz 3", 2, r"--stepz: no such flag; nearest: --steps$"),
+    "flag without its dash": ("--microbatch 3", 2, r"--microbatch: no such flag; nearest: --micro-batch$"),
+    "no flag": ("--dry-run text.txt", 2, r"text.txt: not a flag"),
+    "one dash": ("--quiet -v", 2, r"-v: not a flag"),
+    "equals sign": ("--beta1=0.9", 2, r"--beta1=0.9: write the value after a space; nearest: --beta1 0.9$"),
+    "no value, at the end": ("--beta1", 2, r"--beta1: needs a value"),
+    "no value": ("--warmup --quiet", 2, r"--warmup: needs a value"),
+    "no file": ("--data --quiet", 2, r"--data: needs a value"),
+    "empty value": ("--warmup ", 2, r"--warmup : not a whole number"),
+    "not a number": ("--micro-batch abc", 2, r"--micro-batch abc: not a whole number"),
+    "trailing junk": ("--seq 32tokens", 2, r"--seq 32tokens: not a whole number"),
+    "trailing junk of a real": ("--lr 1e-3x", 2, r"--lr 1e-3x: not a number"),
+    "fraction": ("--micro-batch 2.6", 2, r"--micro-batch 2.6: not a whole number; nearest: 3"),
+    "negative": ("--micro-batch -1", 2, r"--micro-batch -1: outside 1 to"),
+    "zero steps": ("--steps 0", 2, r"--steps 0: outside 1 to .*nearest: 1"),
+    "huge": ("--steps 1e99", 2, r"--steps 1e99: outside"),
+    "not even a double": ("--steps 1e999", 2, r"--steps 1e999: not a whole number"),
+    "nan": ("--lr nan", 2, r"--lr nan: not a number"),
+    "inf": ("--lr inf", 2, r"--lr inf: not a number"),
+    "beta of one": ("--beta2 1", 2, r"--beta2 1: outside 0 to 0.999999"),
+    "choice": ("--recompute ful", 2, r"--recompute ful: not one of none\|selective\|full; nearest: full$"),
+    "preset": ("--model gpt2-125M", 2, r"--model gpt2-125M: .*nearest: gpt2-124M$"),
+    # -- what does not go together
+    "hidden over heads": ("--hidden 33", 2, r"--hidden 33: not a multiple of --heads = 4; nearest: 32 or 36$"),
+    "hidden below heads": ("--hidden 3", 2, r"--hidden 3: not a multiple of --heads = 4; nearest: 4$"),
+    "no heads": ("--heads 0", 2, r"--heads 0: outside 1 to .*nearest: 1$"),
+    "heads over kv-heads": ("--kv-heads 3", 2, r"--kv-heads\b.* 3; nearest"),
+    "kv-heads above heads": ("--kv-heads 8", 2, r"--kv-heads\b.* 8; nearest"),
+    "odd heads with rotation": ("--arch llama --hidden 12", 2, r"--hidden 12: 3 channels a head .*nearest: 16$"),
+    "dp": ("--dp 3", 2, r"--dp 3: the run has (1 rank; nearest: 1|2 ranks; nearest: 2)$"),
+    "batch-tokens": (
+        "--batch-tokens 1000", 2, r"--batch-tokens 1000: not a multiple of .* = (128; .* 896|256; .* 768) or 1024$"),
+    "batch-tokens below one batch": ("--batch-tokens 100", 2, r"--batch-tokens 100: .*nearest: (128|256)$"),
+    "batch-tokens and accum": ("--batch-tokens 512 --accum 3", 2, r"--accum 3: --batch-tokens 512 needs [24];"),
+    "min-lr above lr": ("--min-lr 0.1", 2, r"--min-lr 0.1: above --lr 0.001"),
+    "save-every alone": ("--save-every 2", 2, r"--save-every 2: needs --save"),
+    "json alone": ("--json", 2, r"--json: goes with --dry-run"),
+    "init and resume": ("--init init.safetensors --resume ckpt", 2, r"--init init.safetensors: --resume brings"),
+    "too large for any machine": (
+        "--model gpt3-175B --layers 96 --heads 96 --hidden 12288", 2,
+        r"needs \d+\.\d+ GB, \d+\.\d+ GB are free; smaller: .*--micro-batch.*--recompute full"),
+    # -- where to write
+    "log nowhere": ("--log nowhere/log.jsonl", 2, r"--log nowhere/log.jsonl: No such file"),
+    "log is a directory": ("--log empty_dir", 2, r"--log empty_dir: Is a directory"),
+    "save into a file": ("--save text.txt", 2, r"text.txt: (Not a directory|File exists)"),
+    # -- checkpoints
+    "resume nothing": ("--resume empty_dir", 2, r"empty_dir has no checkpoint"),
+    "resume nowhere": ("--resume nowhere", 2, r"nowhere does not exist"),
+    "resume a file": ("--resume text.txt", 2, r"text.txt is a file"),
+    "resume a step that is not there": ("--resume ckpt/step-00000001", 2, r"does not exist; nearest: ckpt/step-0+3$"),
+    "resume another model": ("--resume ckpt --hidden 64", 2, r"--hidden 64: .*holds another model; nearest: 32$"),
+    "resume more layers": ("--resume ckpt --layers 3", 2, r"--layers 3: .*another model; nearest: 2$"),
+    "resume other kv-heads": ("--resume ckpt --kv-heads 2", 2, r"--kv-heads 2: .*another model; nearest: 4$"),
+    "resume another architecture": ("--resume ckpt --arch llama", 2, r"--arch llama: .*another model; nearest: gpt2$"),
+    "resume untied as tied": ("--resume llama --tie", 2, r"--tie: .*leave the flag out"),
+    "resume longer than the table": ("--resume ckpt --seq 128", 2, r"--seq 128: longer than the position table .* 64$"),
+    "resume at the end": ("--resume ckpt", 2, r"--steps 3: .*stands at step 3 already; nearest: 4$"),
+    "weights cut short": ("--resume cut_weights --steps 4", 2, r"cut_weights/step-0+3/weights.safetensors"),
+    "optimizer cut short": ("--resume cut_optimizer --steps 4", 2, r"cut_optimizer/step-0+3/optimizer.safetensors"),
+    "no optimizer": ("--resume no_optimizer --steps 4", 2, r"step-0+3/optimizer.safetensors: No such file"),
+    "init missing": ("--init missing.safetensors", 2, r"missing.safetensors: No such file"),
+    "init empty": ("--init empty.txt", 2, r"empty.txt is cut short"),
+    "init a text": ("--init text.txt", 2, r"text.txt is .*no safetensors file"),
+    "init a directory": ("--init empty_dir", 2, r"empty_dir is a directory"),
+    "init in its header": ("--init header.safetensors", 2, r"header.safetensors is cut short"),
+    "init lacks a tensor": ("--init lacks.safetensors", 2, r"lacks.safetensors: .*blocks.1.mlp.up.bias"),
+    "init of another shape": (
+        "--init shape.safetensors", 2, r"shape.safetensors: blocks.1.mlp.up.bias .*127.*128"),
+    "init longer than the table": ("--init init.safetensors --seq 65", 2, r"--seq 65: longer than the position table"),
+    # -- numbers that are none
+    "weights that are NaN": ("--init nan.safetensors --save unsaved", 3, r"step 1: the loss is -?nan"),
+    "a learning rate that explodes": (
+        "--lr 1000 --warmup 0 --weight-decay 1000 --steps 99 --save unsaved", 3, r"step \d+: .*(nan|inf)"),
+}  # fmt: skip
+
+
+def shard(path, tokens, magic=20240520, version=1, count=None, dtype="<u2"):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+
+
+def truncate(path, bytes_off):
+    os.truncate(path, path.stat().st_size - bytes_off)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with everything that the cases name, in which they run."""
+    d = tmp_path_factory.mktemp("cases")
+    for name, size in {"text": 20_000, "exact": 4 * 32, "short": 200, "window": 32, "one": 1, "empty": 0}.items():
+        (d / f"{name}.txt").write_bytes(make_text(size))
+    (d / "empty_dir").mkdir()
+    tokens = np.arange(5000) % 200
+    shard(d / "good.bin", tokens)
+    (d / "header.bin").write_bytes((d / "good.bin").read_bytes()[:1000])
+    shard(d / "no_tokens.bin", [])
+    shard(d / "magic.bin", tokens, magic=12345)
+    shard(d / "version.bin", tokens, version=9)
+    shard(d / "count.bin", tokens, count=5001)
+    shard(d / "negative.bin", tokens, count=-5000)
+    shard(d / "tokens.bin", np.where(tokens % 16 == 7, 300, tokens))  # in every window, of either rank
+
+    for name, more in {"ckpt": [], "llama": ["--arch", "llama"]}.items():
+        r = run_program(build(), words(["--save", name, *more]), cwd=d, env=CPU_ENV)
+        assert r.code == 0, f"{r}"
+    for name in ("cut_weights", "cut_optimizer", "no_optimizer"):
+        shutil.copytree(d / "ckpt", d / name)
+    truncate(d / "cut_weights/step-00000003/weights.safetensors", 4)
+    truncate(d / "cut_optimizer/step-00000003/optimizer.safetensors", 1000)
+    (d / "no_optimizer/step-00000003/optimizer.safetensors").unlink()
+
+    weights, meta = reference.load_safetensors(d / "ckpt/step-00000003/weights.safetensors")
+    bias = "blocks.1.mlp.up.bias"
+
+    def init(name, changed):
+        reference.save_safetensors(d / f"{name}.safetensors", changed, meta)
+
+    init("init", weights)
+    init("lacks", {k: v for k, v in weights.items() if k != bias})
+    init("shape", {**weights, bias: weights[bias][:-1]})
+    init("more", {**weights, "blocks.2.mlp.up.bias": weights[bias]})
+    for name, key, value in (("zero", "heads", "0"), ("bert", "arch", "bert")):
+        reference.save_safetensors(d / f"{name}.safetensors", weights, {**meta, key: value})
+    init("nan", {**weights, bias: np.full_like(weights[bias], np.nan)})
+    (d / "header.safetensors").write_bytes((d / "init.safetensors").read_bytes()[:100])
+    return d
+
+
+def own_lines(text):
+    return [line for line in text.splitlines() if line.startswith("train: ")]
+
+
+def check(r, place, code, pattern):
+    """The program's line, alone, and nothing left of a run that must not leave anything."""
+    assert r.code == code, f"exit code {code} expected\n{r}"
+    lines = r.stderr.splitlines()
+    assert len(lines) == 1 and own_lines(r.stderr) == lines, f"one line expected\n{r}"
+    assert re.search(pattern, lines[0]), f"expected: {pattern}\n{r}"
+    check_nothing_saved(place / "unsaved")
+
+
+def check_nothing_saved(directory):
+    assert {p.name for p in directory.glob("*")} <= {".lock"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alone(name, place):
+    flags, code, pattern = CASES[name]
+    check(run_program(build(), words(flags), timeout=SECONDS, cwd=place, env=CPU_ENV), place, code, pattern)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name, place):
+    """Every rank ends, in seconds, and one of them speaks."""
+    flags, code, pattern = CASES[name]
+    check(run_program(build(), words(flags), 2, timeout=SECONDS, cwd=place, env=CPU_ENV), place, code, pattern)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sanitized(name, place):
+    flags, code, pattern = CASES[name]
+    r = run_program(build(sanitize=SANITIZE), words(flags), timeout=3 * SECONDS, cwd=place, env=CPU_ENV)
+    check(r, place, code, pattern)
+
+
+BY_HAND = [
+    "exactly B·T tokens", "token outside the vocabulary", "unknown flag", "not a number", "dp", "log nowhere",
+    "save into a file", "resume another model", "resume at the end", "weights cut short", "init of another shape",
+    "weights that are NaN", "too large for any machine",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_mpirun_by_hand(name, place):
+    """mpirun adds lines of its own; the program's stands among them once."""
+    flags, code, pattern = CASES[name]
+    command = ["-n", 2, "--oversubscribe", build(), *words(flags)]
+    r = run_program("mpirun", command, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    assert r.code == code, f"exit code {code} expected\n{r}"
+    lines = own_lines(r.stderr)
+    assert len(lines) == 1 and re.search(pattern, lines[0]), f"once expected: {pattern}\n{r}"
+    check_nothing_saved(place / "unsaved")
+
+
+def test_ranks_that_do_not_fit_the_launcher(place):
+    r = run_program("mpirun", ["-n", 3, "--oversubscribe", build(), *words("--ranks 2")], cwd=place, env=CPU_ENV)
+    lines = own_lines(r.stderr)
+    assert r.code == USAGE and len(lines) == 1, f"{r}"
+    assert re.search(r"--ranks 2, but the launcher has started 3; nearest: --ranks 3", lines[0]), f"{r}"
+
+
+@pytest.mark.parametrize("flags, pattern", [
+    ("--ranks 0", r"--ranks 0: outside 1 to"),
+    ("--ranks 2.5", r"--ranks 2.5: not a whole number"),
+    ("--ranks 2 --dp 3", r"--dp 3: the run has 2 ranks; nearest: 2$"),
+    ("--ranks", r"--ranks: needs a value"),
+])  # fmt: skip
+def test_ranks(flags, pattern, place):
+    check(run_program(build(), words(flags), timeout=SECONDS, cwd=place, env=CPU_ENV), place, USAGE, pattern)
+
+
+def test_only_rank_0_cannot_open_its_log(place):
+    """The others learn of it, at once."""
+    began = time.monotonic()
+    r = run_program(build(), words("--log nowhere/log.jsonl --steps 100000"), 4, timeout=60, cwd=place, env=CPU_ENV)
+    assert time.monotonic() - began < 15
+    check(r, place, USAGE, r"--log nowhere/log.jsonl: No such file")
+
+
+def test_too_large_says_so_before_it_takes_memory(place):
+    """With 2 GB of address space; the table and the flags that help come all the same, on one rank or two."""
+    run = ["--as=2000000000", build(), *words("--model gpt3-175B --layers 96 --heads 96 --hidden 12288")]
+    r = run_program("prlimit", run, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    check(r, place, USAGE, r"needs \d{4}\.\d+ GB.*--micro-batch, --seq, --recompute full")
+    for row in ("weights", "gradients", "optimizer", "activations", "total"):
+        assert re.search(rf"^  {row} +\d+\.\d+$", r.stdout, re.M), f"{r}"
+
+
+def test_validation_smaller_than_a_batch(place):
+    """Legal: one window of a global batch of 8; it counts once."""
+    (place / "val.txt").write_bytes(make_text(40))
+    log = place / "val.jsonl"
+    losses = []
+    for ranks, micro_batch in ((1, 1), (1, 8), (2, 4)):
+        flags = words(f"--val val.txt --lr 0 --steps 1 --micro-batch {micro_batch}")
+        r = run_program(build(), flags, ranks, log=log, cwd=place, env=CPU_ENV)
+        assert r.code == 0 and not r.stderr, f"{r}"
+        losses.append(r.one("val")["loss"])
+    assert max(losses) - min(losses) < 1e-6 * losses[0], losses
+
+
+# ---- a disk that fills up ------------------------------------------------------------------------------------------
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system on which one checkpoint of the base run fits, and two do not."""
+    d = tmp_path / "disk"
+    d.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(d)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small disk: {done.stderr.strip()}")
+    yield d
+    subprocess.run(["umount", str(d)], check=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_full_disk(ranks, small_disk, place, tmp_path):
+    """The save fails, the run ends, and the checkpoint before it is whole."""
+    flags = words(f"--save {small_disk} --save-every 2 --steps 6 --micro-batch {4 // ranks}")
+    r = run_program(build(), flags, ranks, timeout=SECONDS, log=tmp_path / "log", cwd=place, env=CPU_ENV)
+    check(r, place, RUNTIME, r"step-0+4\.partial/\w+\.safetensors: No space left on device")
+    assert [e["step"] for e in r.events("step")] == [1, 2, 3, 4]
+    assert sorted(p.name for p in small_disk.iterdir()) == [".lock", "step-00000002"]
+
+    again = words(f"--resume {small_disk} --save {tmp_path / 'large'} --steps 6 --micro-batch {4 // ranks}")
+    r = run_program(build(), again, ranks, timeout=SECONDS, log=tmp_path / "again", cwd=place, env=CPU_ENV)
+    assert r.code == 0 and not r.stderr, f"{r}"
+    assert [e["step"] for e in r.events("step")] == [3, 4, 5, 6]
+
+
+def test_full_disk_for_the_log(small_disk, place):
+    """A log that ends in the middle of a line is noticed."""
+    with open(small_disk / "filler", "wb") as f:
+        f.write(bytes(680 << 10))
+    flags = words(f"--steps 2000 --quiet --log {small_disk / 'log'}")
+    r = run_program(build(), flags, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    check(r, place, RUNTIME, r"--log .*/log: No space left on device")
+
+
+# ---- under the sanitizers, what is legal ---------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", [
+    "--arch gpt2 --attention flash --recompute none",
+    "--arch gpt2 --attention naive --recompute selective --vocab 261",
+    "--arch llama --attention flash --recompute full --kv-heads 2 --seq 19",
+    "--arch llama --attention naive --recompute none --matmul bf16 --tie",
+])  # fmt: skip
+def test_sanitized_training(options, ranks, place, tmp_path):
+    """Training, evaluation, a sample, a save and a resume without a word from ASan or UBSan."""
+    run = words(f"{options} --accum 2 --eval-every 2 --save {tmp_path}/ckpt --sample 40")
+    for more in ([], ["--resume", tmp_path / "ckpt", "--steps", 5]):
+        if more:
+            run.remove("--steps"), run.remove("3")
+        r = run_program(build(sanitize=SANITIZE), [*run, *more], ranks, cwd=place, env=CPU_ENV)
+        assert r.code == 0 and not r.stderr, f"{r}"
+
+
+def test_largest_numbers(place):
+    """Flags at the ends of their ranges, or just beyond: products of them are no undefined behaviour."""
+    flags = "--dry-run --dp 1000000 --micro-batch 1000000 --seq 100000000 --batch-tokens 524288".split()
+    r = run_program(build(sanitize=SANITIZE), flags, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    check(r, place, USAGE, r"--(layers 4 .* would need|[a-z-]+ 10+: outside 1 to)")
+
+
+def test_the_good_files_train(place):
+    """What the bad files differ from is legal: their difference is what is refused."""
+    r = run_program(build(), words("--data good.bin --vocab 256"), cwd=place, env=CPU_ENV)
+    assert r.code == 0 and not r.stderr, f"{r}"

@@ -1,0 +1,475 @@
+// Every collective against sums made by one rank alone, in the order that comm.h promises: the bits must agree.
+// Runs on any number of ranks. A check that fails on one rank is remembered, so that all ranks stay in step; at the
+// end of each test the ranks ask each other. With an argument, the program shows one way to start or to end instead.
+#include "runtime/comm.h"
+#include "runtime/fail.h"
+#include "runtime/launch.h"
+#include "kernels/precision.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+#undef fail // cmocka's
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static Comm *world;
+static int failures;
+
+#define check(condition)                                                                                       \
+    do {                                                                                                       \
+        if (!(condition) && failures++ < 3)                                                                    \
+            fprintf(stderr, "test_comm.c:%d: rank %d of %d: %s\n", __LINE__, world->rank, world->size,         \
+                    #condition);                                                                               \
+    } while (0)
+
+// Ends a test on all ranks alike.
+static void agree(void) {
+    bool all = comm_all_true(world, failures == 0);
+    failures = 0;
+    assert_true(all);
+}
+
+// ---- inputs, and the answers ----------------------------------------------------------------------------------------
+
+static uint32_t hash(uint32_t rank, size_t i) {
+    uint64_t x = (uint64_t)i * 0x9E3779B97F4A7C15u + rank * 0xD1B54A32D192ED03u + 1;
+    x ^= x >> 29, x *= 0xBF58476D1CE4E5B9u, x ^= x >> 32;
+    return (uint32_t)x;
+}
+
+// Element i of what a rank brings. Floats of many sizes, so that another order of the sums gives other bits.
+static void put(void *at, DType t, int rank, size_t i) {
+    uint32_t h = hash((uint32_t)rank, i);
+    float f = ldexpf((float)(int32_t)h, -31 + (int)(h % 8));
+    switch (t) {
+    case DTYPE_F32:
+        memcpy(at, &f, 4);
+        break;
+    case DTYPE_BF16:
+        memcpy(at, &(bf16){float_to_bf16(f)}, 2);
+        break;
+    case DTYPE_F64:
+        memcpy(at, &(double){f * 1.000000001}, 8);
+        break;
+    case DTYPE_I32:
+        memcpy(at, &(int32_t){(int32_t)(h >> 4)}, 4);
+        break;
+    case DTYPE_I64:
+        memcpy(at, &(int64_t){(int64_t)h << 20}, 8);
+        break;
+    case DTYPE_U8:
+        memcpy(at, &(uint8_t){(uint8_t)h}, 1);
+        break;
+    }
+}
+
+static void accumulate(void *sum, const void *x, DType t) {
+    float f, g;
+    double d, e;
+    int32_t i, j;
+    int64_t k, l;
+    switch (t) {
+    case DTYPE_F32:
+        memcpy(&f, sum, 4), memcpy(&g, x, 4), f += g, memcpy(sum, &f, 4);
+        break;
+    case DTYPE_F64:
+        memcpy(&d, sum, 8), memcpy(&e, x, 8), d += e, memcpy(sum, &d, 8);
+        break;
+    case DTYPE_I32:
+        memcpy(&i, sum, 4), memcpy(&j, x, 4), i += j, memcpy(sum, &i, 4);
+        break;
+    case DTYPE_I64:
+        memcpy(&k, sum, 8), memcpy(&l, x, 8), k += l, memcpy(sum, &k, 8);
+        break;
+    case DTYPE_BF16: {
+        bf16 a, b;
+        memcpy(&a, sum, 2), memcpy(&b, x, 2);
+        a = float_to_bf16(bf16_to_float(a) + bf16_to_float(b));
+        memcpy(sum, &a, 2);
+        break;
+    }
+    default:
+        abort();
+    }
+}
+
+// A buffer between two fences; buffer_free checks that they stand.
+enum { FENCE = 64 };
+static char *buffer(size_t bytes) {
+    char *b = malloc(bytes + 2 * FENCE);
+    memset(b, 0x5a, bytes + 2 * FENCE);
+    memset(b + FENCE, 0xa5, bytes);
+    return b + FENCE;
+}
+static void buffer_free(char *b, size_t bytes) {
+    for (size_t i = 0; i < FENCE; i++) check(b[(ptrdiff_t)i - FENCE] == 0x5a && b[bytes + i] == 0x5a);
+    free(b - FENCE);
+}
+
+// [count] of what the rank `who` brings, in a new buffer.
+static char *brought(size_t count, DType t, int who) {
+    char *b = buffer(count * dtype_size(t));
+    for (size_t i = 0; i < count; i++) put(b + i * dtype_size(t), t, who, i);
+    return b;
+}
+
+// [count]: shard s summed from rank s + 1 round to rank s; member[] are the world ranks (they seed what is brought).
+static char *ring_sum(size_t count, DType t, const int *member, int size) {
+    char *b = buffer(count * dtype_size(t));
+    for (int s = 0; s < size; s++)
+        for (size_t i = comm_shard_begin(count, size, s); i < comm_shard_begin(count, size, s + 1); i++) {
+            char *sum = b + i * dtype_size(t), x[8];
+            put(sum, t, member[(s + 1) % size], i);
+            for (int r = 2; r <= size; r++) put(x, t, member[(s + r) % size], i), accumulate(sum, x, t);
+        }
+    return b;
+}
+
+// Every collective once on c, at this count, with its bits, its untouched surroundings and its counted bytes.
+static void try_all(Comm *c, const int *member, size_t count, DType t) {
+    const size_t item = dtype_size(t), bytes = count * item;
+    const int r = c->rank, right = (r + 1) % c->size;
+    const size_t from = comm_shard_begin(count, c->size, r) * item;
+    const size_t mine = comm_shard_begin(count, c->size, r + 1) * item - from;
+    const size_t next =
+        (comm_shard_begin(count, c->size, right + 1) - comm_shard_begin(count, c->size, right)) * item;
+    char *in = brought(count, t, member[r]), *copy = brought(count, t, member[r]);
+    CommCount before[COMM_OPS];
+    memcpy(before, c->count, sizeof before);
+#define SENT(op) (c->count[op].bytes - before[op].bytes)
+
+    if (t != DTYPE_U8) {
+        char *sum = ring_sum(count, t, member, c->size), *shard = buffer(mine);
+        comm_wait(comm_reduce_scatter(c, shard, in, count, t));
+        check(memcmp(shard, sum + from, mine) == 0);
+        check(memcmp(in, copy, bytes) == 0);
+        check(SENT(OP_REDUCE_SCATTER) == bytes - mine);
+
+        comm_wait(comm_reduce_scatter(c, in + from, in, count, t)); // out inside in
+        check(memcmp(in + from, shard, mine) == 0);
+        memcpy(in + from, copy + from, mine);
+        check(memcmp(in, copy, bytes) == 0);
+
+        comm_wait(comm_all_reduce(c, in, count, t));
+        check(memcmp(in, sum, bytes) == 0);
+        check(memcmp(in + from, shard, mine) == 0);
+        check(SENT(OP_ALL_REDUCE) == (bytes - mine) + (bytes - next));
+        if (count % (size_t)c->size == 0)
+            check(SENT(OP_ALL_REDUCE) == 2 * bytes / (size_t)c->size * (size_t)(c->size - 1));
+
+        char *all = buffer(bytes);
+        comm_wait(comm_all_gather(c, all, shard, count, t));
+        check(memcmp(all, sum, bytes) == 0);
+        buffer_free(all, bytes);
+        buffer_free(shard, mine);
+        buffer_free(sum, bytes);
+    }
+
+    char *expected = buffer(bytes), *all = buffer(bytes);
+    for (int s = 0; s < c->size; s++)
+        for (size_t i = comm_shard_begin(count, c->size, s); i < comm_shard_begin(count, c->size, s + 1); i++)
+            put(expected + i * item, t, member[s], i);
+    memcpy(before, c->count, sizeof before);
+    comm_wait(comm_all_gather(c, all, copy + from, count, t));
+    check(memcmp(all, expected, bytes) == 0);
+    check(SENT(OP_ALL_GATHER) == bytes - next);
+    memset(all, 0x11, bytes);
+    memcpy(all + from, copy + from, mine);
+    comm_wait(comm_all_gather(c, all + from, all + from, 0, t)); // nothing to do
+    comm_wait(comm_all_gather(c, all, all + from, count, t));    // in inside out
+    check(memcmp(all, expected, bytes) == 0);
+
+    for (int root = 0; root < c->size; root++) {
+        memcpy(before, c->count, sizeof before);
+        char *told = brought(count, t, member[root]);
+        memset(all, 0x22, bytes);
+        if (r == root) memcpy(all, told, bytes);
+        comm_wait(comm_broadcast(c, all, count, t, root));
+        check(memcmp(all, told, bytes) == 0);
+        check(SENT(OP_BROADCAST) == (right == root ? 0 : bytes));
+        buffer_free(told, bytes);
+        if (bytes > 1 << 20 && root == 1) break; // the other roots are the same chain
+    }
+    buffer_free(all, bytes);
+    buffer_free(expected, bytes);
+    buffer_free(copy, bytes);
+    buffer_free(in, bytes);
+}
+
+static int *members_of_world(void) {
+    int *member = malloc((size_t)world->size * sizeof *member);
+    for (int r = 0; r < world->size; r++) member[r] = r;
+    return member;
+}
+
+// ---- the tests ------------------------------------------------------------------------------------------------------
+
+static void test_shards(void **state) {
+    (void)state;
+    for (size_t count = 0; count < 40; count++)
+        for (int size = 1; size < 10; size++) {
+            check(comm_shard_begin(count, size, 0) == 0 && comm_shard_begin(count, size, size) == count);
+            for (int r = 0; r + 1 < size; r++) {
+                size_t a = comm_shard_begin(count, size, r + 1) - comm_shard_begin(count, size, r);
+                size_t b = comm_shard_begin(count, size, r + 2) - comm_shard_begin(count, size, r + 1);
+                check(a == b || a == b + 1);
+            }
+        }
+    check(comm_shard_begin((size_t)5 << 32, 5, 3) == (size_t)3 << 32);
+    agree();
+}
+
+static void test_small_counts(void **state) {
+    (void)state;
+    int *member = members_of_world();
+    const size_t n = (size_t)world->size, counts[] = {0, 1, n - 1, n, n + 1, 2 * n - 1, 13, 64 * n, 1000, 1001};
+    for (DType t = DTYPE_F32; t <= DTYPE_U8; t++)
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) try_all(world, member, counts[i], t);
+    free(member);
+    agree();
+}
+
+// Around the length of a slice (512 KiB): one more or one less element in some of the shards, and many slices.
+static void test_large_counts(void **state) {
+    (void)state;
+    int *member = members_of_world();
+    const size_t n = (size_t)world->size, slice = (512 << 10) / 4;
+    try_all(world, member, n * slice + 1, DTYPE_F32);
+    try_all(world, member, n * slice - 1, DTYPE_F32);
+    try_all(world, member, 5 * n * slice + n - 1, DTYPE_F32);
+    try_all(world, member, 3 * n * slice + 3, DTYPE_BF16);
+    try_all(world, member, n * slice + 2, DTYPE_F64);
+    try_all(world, member, 3 * n * slice * 4 + 5, DTYPE_U8);
+    free(member);
+    agree();
+}
+
+// A barrier is passed by nobody before everybody has come.
+static void test_barrier(void **state) {
+    (void)state;
+    for (int late = 0; late < world->size; late++) {
+        double came = 0, left;
+        struct timespec now;
+        if (world->rank == late) nanosleep(&(struct timespec){0, 30000000}, NULL);
+        clock_gettime(CLOCK_MONOTONIC, &now), came = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+        comm_wait(comm_barrier(world));
+        clock_gettime(CLOCK_MONOTONIC, &now), left = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+        if (comm_host().hosts == 1) check(-comm_max(world, -left) >= comm_max(world, came));
+    }
+    check(world->count[OP_BARRIER].bytes == 0 && world->count[OP_BARRIER].calls == (uint64_t)world->size);
+    agree();
+}
+
+static void test_split(void **state) {
+    (void)state;
+    Comm *list[8];
+    int before = comm_list(NULL, 0);
+    Comm *half = comm_split(world, world->rank % 2, -world->rank, "half"); // ranks in reversed order
+    Comm *alone = comm_split(world, world->rank, 0, "alone");
+    check(half->size == (world->size + 1 - world->rank % 2) / 2 && alone->size == 1 && alone->rank == 0);
+    check(strcmp(half->name, "half") == 0);
+    check(comm_list(list, 8) == before + 2 && list[0] == world && list[before] == half &&
+          list[before + 1] == alone);
+
+    int32_t *place = calloc((size_t)half->size, sizeof *place);
+    place[half->rank] = world->rank;
+    comm_wait(comm_all_gather(half, place, place + half->rank, (size_t)half->size, DTYPE_I32));
+    for (int r = 0; r + 1 < half->size; r++) check(place[r] == place[r + 1] + 2);
+    check(place[half->size - 1] == world->rank % 2);
+    for (DType t = DTYPE_F32; t <= DTYPE_U8; t++)
+        try_all(half, place, 1003, t), try_all(alone, &world->rank, 1003, t);
+    try_all(half, place, 1 << 19, DTYPE_F32);
+    for (int op = 0; op < COMM_OPS; op++) check(alone->count[op].bytes == 0);
+    check(alone->count[OP_ALL_REDUCE].calls == 5);
+
+    Comm *quarter = comm_split(half, half->rank / 2, 0, "quarter"); // a group of a group
+    check(quarter->rank == half->rank % 2);
+    check(comm_sum(quarter, 1) == quarter->size);
+    comm_free(quarter);
+    comm_free(alone);
+    comm_free(half);
+    check(comm_list(list, 8) == before);
+    free(place);
+    agree();
+}
+
+// Many works under way on two groups, awaited in an order that differs from rank to rank.
+static void test_in_flight(void **state) {
+    (void)state;
+    enum { WORKS = 6, COUNT = 100003 };
+    int *member = members_of_world();
+    Comm *other = comm_split(world, 0, 0, "other");
+    float *buf[2 * WORKS], *sum = (float *)ring_sum(COUNT, DTYPE_F32, member, world->size);
+    Work work[2 * WORKS];
+    for (int i = 0; i < 2 * WORKS; i++) {
+        buf[i] = (float *)brought(COUNT, DTYPE_F32, world->rank);
+        work[i] = comm_all_reduce(i % 2 ? world : other, buf[i], COUNT, DTYPE_F32);
+        check(work[i].comm == (i % 2 ? world : other));
+    }
+    for (int i = 0; i < 2; i++) check(work[i].sequence + WORKS - 1 == work[2 * WORKS - 2 + i].sequence);
+    Comm *first = world->rank % 2 ? world : other;
+    int last = world->rank % 2 ? 2 * WORKS - 1 : 2 * WORKS - 2;
+    comm_wait(work[last]); // then all works of `first` are done
+    for (int i = 0; i < 2 * WORKS; i++)
+        if (work[i].comm == first) check(memcmp(buf[i], sum, COUNT * 4) == 0);
+    for (int i = 2 * WORKS - 1; i >= 0; i--) comm_wait(work[i]);
+    for (int i = 0; i < 2 * WORKS; i++) {
+        check(memcmp(buf[i], sum, COUNT * 4) == 0);
+        buffer_free((char *)buf[i], COUNT * 4);
+    }
+
+    // A chain on one group: each work reads what the one before it writes, and nobody waits in between.
+    float *in = (float *)brought(COUNT, DTYPE_F32, world->rank), *all = (float *)buffer(COUNT * 4);
+    size_t from = comm_shard_begin(COUNT, world->size, world->rank);
+    size_t mine = comm_shard_begin(COUNT, world->size, world->rank + 1) - from;
+    float *shard = (float *)buffer(mine * 4);
+    comm_reduce_scatter(world, shard, in, COUNT, DTYPE_F32);
+    comm_all_gather(world, all, shard, COUNT, DTYPE_F32);
+    comm_wait(comm_broadcast(world, all, COUNT, DTYPE_F32, 0));
+    check(memcmp(all, sum, COUNT * 4) == 0);
+    buffer_free((char *)shard, mine * 4);
+    buffer_free((char *)all, COUNT * 4);
+    buffer_free((char *)in, COUNT * 4);
+    buffer_free((char *)sum, COUNT * 4);
+    comm_free(other);
+    free(member);
+    agree();
+}
+
+// Messages travel in comm_progress alone; a work that is done by then costs comm_wait nothing.
+static void test_progress(void **state) {
+    (void)state;
+    enum { COUNT = 2000003 };
+    int *member = members_of_world();
+    Comm *other = comm_split(world, 0, 0, "other");
+    float *buf = (float *)brought(COUNT, DTYPE_F32, world->rank);
+    float *sum = (float *)ring_sum(COUNT, DTYPE_F32, member, world->size);
+    comm_wait(comm_barrier(world));
+    Work w = comm_all_reduce(other, buf, COUNT, DTYPE_F32);
+    time_t deadline = time(NULL) + 20;
+    while (memcmp(buf, sum, COUNT * 4) != 0 && time(NULL) < deadline) comm_progress(), sched_yield();
+    check(memcmp(buf, sum, COUNT * 4) == 0);
+    comm_wait(comm_barrier(world));
+    comm_progress();
+    comm_wait(w);
+    check(other->count[OP_ALL_REDUCE].exposed_ms == 0);
+
+    // Awaited while another rank is late, it is exposed.
+    if (world->rank == 0) nanosleep(&(struct timespec){0, 50000000}, NULL);
+    comm_wait(comm_barrier(other));
+    if (world->rank != 0) check(other->count[OP_BARRIER].exposed_ms > 20);
+    buffer_free((char *)sum, COUNT * 4);
+    buffer_free((char *)buf, COUNT * 4);
+    comm_free(other);
+    free(member);
+    agree();
+}
+
+static void test_small_things(void **state) {
+    (void)state;
+    const int n = world->size, r = world->rank;
+    check(comm_sum(world, r + 1) == n * (n + 1) / 2);
+    check(comm_max(world, -10.0 - r) == -10);
+    check(comm_max(world, r == n / 2 ? 1e300 : -INFINITY) == 1e300);
+    for (int sick = 0; sick < n; sick++) check(isnan(comm_max(world, r == sick ? NAN : r)));
+    check(isnan(comm_sum(world, r == 0 ? NAN : 1)));
+    check(comm_all_true(world, true));
+    for (int liar = 0; liar < n; liar++) check(!comm_all_true(world, r != liar));
+    Host host = comm_host();
+    check(host.hosts == 1 && host.local_rank == r && host.local_size == n);
+    check(launch_rank() == r && launch_size() == n && launch_local_rank() == r && launch_local_size() == n);
+    agree();
+}
+
+static void test_staging(void **state) {
+    (void)state;
+    const size_t slice = 512 << 10;
+    check(comm_staging_bytes(1000, DTYPE_F32, 1) == 0 && comm_staging_bytes(0, DTYPE_F32, 4) == 0);
+    check(comm_staging_bytes(1000, DTYPE_F32, 4) == 2 * 250 * 4);
+    check(comm_staging_bytes(1001, DTYPE_BF16, 4) == 2 * 251 * 2);
+    check(comm_staging_bytes(slice / 4 * 6 * 2, DTYPE_F32, 6) == 2 * 2 * slice); // two slices a shard
+    check(comm_staging_bytes((size_t)1 << 40, DTYPE_F64, 8) == 2 * 4 * slice);
+    agree();
+}
+
+// ---- other ways to start and to end, for test_comm.py ---------------------------------------------------------------
+
+static volatile sig_atomic_t caught;
+static void catch (int signal) {
+    caught = signal;
+}
+
+static int show(const char *mode, int argc, char **argv) {
+    if (strcmp(mode, "who") == 0) {
+        printf("%d %d %d %d\n", launch_rank(), launch_size(), launch_local_rank(), launch_local_size());
+        return 0;
+    }
+    int threads = launch_threads();
+    if (strcmp(mode, "fail-all-early") == 0) {
+        if (launch_rank() == 0)
+            nanosleep(&(struct timespec){0, 300000000}, NULL); // the others must not end before
+        fail_all(EXIT_USAGE, "--tp %d does not divide %d heads", 3, 8);
+    }
+    if (strcmp(mode, "fail-early") == 0 && launch_rank() == launch_size() - 1)
+        fail(EXIT_USAGE, "cannot open %s", "x");
+    world = comm_init(&argc, &argv);
+    bool last = world->rank == world->size - 1;
+    if (strcmp(mode, "fail-all") == 0) fail_all(EXIT_USAGE, "--tp %d does not divide %d heads", 3, 8);
+    if (strcmp(mode, "fail") == 0 && last) fail(EXIT_RUNTIME, "cannot open %s", "x");
+    if (strcmp(mode, "killed") == 0 && last) raise(SIGKILL);
+    if (strcmp(mode, "start") == 0) {
+        char line[512], *end = line;
+        end += sprintf(end, "rank %d of %d, %d threads, omp %d, cores", world->rank, world->size, threads,
+                       omp_get_max_threads());
+#ifdef __linux__
+        cpu_set_t cores;
+        sched_getaffinity(0, sizeof cores, &cores);
+        for (int i = 0; i < 64; i++)
+            if (CPU_ISSET(i, &cores)) end += sprintf(end, " %d", i);
+#endif
+        end += sprintf(end, ", arguments");
+        for (int i = 2; i < argc; i++) end += snprintf(end, 64, " %s", argv[i]);
+        puts(line);
+    }
+    if (strcmp(mode, "save") ==
+        0) { // as the training loop does: once one rank is told to end, all save and end
+        signal(SIGUSR1, catch), signal(SIGTERM, catch);
+        comm_wait(comm_barrier(world));
+        if (world->rank == 0) puts("ready"), fflush(stdout);
+        while (comm_all_true(world, !caught)) nanosleep(&(struct timespec){0, 10000000}, NULL);
+        nanosleep(&(struct timespec){2, 500000000}, NULL); // a slow disk; a signal may come again
+        printf("rank %d saved\n", world->rank);
+    }
+    comm_wait(comm_barrier(world)); // the last rank may never come
+    comm_finalize();
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    for (int i = 1; i + 1 < argc; i++)
+        if (strcmp(argv[i], "--ranks") == 0) launch_ranks(atoi(argv[i + 1]), argc, argv);
+    if (argc > 1 && argv[1][0] != '-') return show(argv[1], argc, argv);
+    world = comm_init(&argc, &argv);
+    if (world->rank != 0 && !freopen("/dev/null", "w", stdout)) return 1;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_shards),       cmocka_unit_test(test_small_counts),
+        cmocka_unit_test(test_large_counts), cmocka_unit_test(test_barrier),
+        cmocka_unit_test(test_split),        cmocka_unit_test(test_in_flight),
+        cmocka_unit_test(test_progress),     cmocka_unit_test(test_small_things),
+        cmocka_unit_test(test_staging),
+    };
+    // A rank that leaves a test must not leave the others waiting.
+    setenv("CMOCKA_TEST_ABORT", "1", 1);
+    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    comm_finalize();
+    return failed != 0;
+}

@@ -1,0 +1,372 @@
+"""Bytes: what the ledger counts while the program runs, what --dry-run predicts, and what the formulas say.
+
+The formulas are written here again, from the table in train.h and from the papers, not taken from the program.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import reference
+from conftest import build, close, covering, environment, label, run_program
+
+CATEGORIES = "weights gradients master optimizer activations dout logits communication workspace".split()
+STATE = CATEGORIES[:4]
+GB, GIB = 1e9, 2**30
+MODEL = dict(arch="gpt2", layers=3, hidden=32, heads=4, kv_heads=4, ffn=96, vocab=261, seq=24, tie=True, positions=64)
+B = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def dry_run(*flags, precision="fp32"):
+    r = run_program(build(precision), ["--dry-run", "--json", *flags])
+    assert r.code == 0 and not r.stderr, f"{r}"
+    return json.loads(r.stdout)
+
+
+def model(**changes):
+    c = {**MODEL, **changes}
+    if c["arch"] == "gpt2":
+        c["tie"] = True
+    return c
+
+
+def flags(c, *more):
+    out = ["--arch", c["arch"], "--seq", c["seq"], "--micro-batch", B, *(["--tie"] if c["tie"] else [])]
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
+        out += [f"--{name.replace('_', '-')}", c[name]]
+    return [*out, *more]
+
+
+# ---- parameters ----------------------------------------------------------------------------------------------------
+def buckets(c, padded):
+    """Elements of the embedding, of each block and of the head, from the shapes of the model's tensors."""
+    C, F, KV = c["hidden"], c["ffn"], c["hidden"] // c["heads"] * c["kv_heads"]
+    V = -(-c["vocab"] // 64) * 64 if padded else c["vocab"]
+    gpt2 = c["arch"] == "gpt2"
+    block = C * (C + 2 * KV) + C * C + (2 if gpt2 else 3) * C * F + 2 * C  # qkv, out, MLP, two norms
+    if gpt2:
+        block += (C + 2 * KV) + C + F + C + 2 * C  # their biases
+    embedding = V * C + (c["positions"] * C if gpt2 else 0)
+    return [embedding, *[block] * c["layers"], (2 if gpt2 else 1) * C + (0 if c["tie"] else V * C)]
+
+
+PUBLISHED = {
+    "gpt2-124M": 124_439_808,
+    "gpt2-355M": 354_823_168,
+    "gpt2-774M": 774_030_080,
+    "gpt2-1558M": 1_557_611_200,
+    "llama-0.5B": 489_288_960,  # the blog post's model
+    "llama-1B": 1_235_814_400,  # Llama 3.2
+    "llama-3B": 3_212_749_824,
+    "llama-8B": 8_030_261_248,  # Llama 3
+    "llama-70B": 70_553_706_496,
+    "llama-405B": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_parameter_counts(preset):
+    assert dry_run("--model", preset)["params"] == PUBLISHED[preset]
+
+
+def test_gpt3():
+    """Brown et al. 2020, table 2.1: 96 layers of 12,288 channels, "175 billion"."""
+    shape = model(layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=50257, positions=2048)
+    got = dry_run("--model", "gpt3-175B")["params"]
+    assert got == sum(buckets(shape, False)) and close(got, 175e9, 0.01)
+
+
+SHAPES = [model(), model(kv_heads=2), model(arch="llama"), model(arch="llama", tie=False, kv_heads=1)]
+
+
+@pytest.mark.parametrize("c", SHAPES, ids=lambda c: f"{c['arch']}-kv{c['kv_heads']}-tie{c['tie']}")
+@pytest.mark.parametrize("precision, extra, per_parameter", [
+    ("fp32", [], dict(weights=4, gradients=4, master=0, optimizer=8)),
+    ("bf16", [], dict(weights=2, gradients=2, master=4, optimizer=8)),
+    ("bf16", ["--grad-accum-fp32"], dict(weights=2, gradients=6, master=4, optimizer=8)),
+    ("fp32", ["--grad-accum-fp32"], dict(weights=4, gradients=4, master=0, optimizer=8)),
+    ("bf16", ["--lazy-optimizer"], dict(weights=2, gradients=2, master=4, optimizer=8)),
+])  # fmt: skip
+def test_bytes_a_parameter(c, precision, extra, per_parameter):
+    """Mixed precision or not: 16 bytes, and 20 where bf16 gradients are summed in fp32."""
+    out = dry_run(*flags(c, *extra), precision=precision)
+    padded = sum(buckets(c, True))
+    assert out["params"] == sum(buckets(c, False)) != padded
+    assert {name: out["memory"][name] for name in STATE} == {k: n * padded for k, n in per_parameter.items()}
+    assert sum(per_parameter.values()) == (20 if precision == "bf16" and "--grad-accum-fp32" in extra else 16)
+
+
+# ---- activations ---------------------------------------------------------------------------------------------------
+def activations(c, X, recompute, attention):
+    """The table of train.h, term by term; X bytes a value. What is shared between blocks is counted once."""
+    T, C, F, H = c["seq"], c["hidden"], c["ffn"], c["heads"]
+    N, KV, gpt2 = B * T, C // H * c["kv_heads"], c["arch"] == "gpt2"
+    row = 4 * N  # a statistic: fp32, one a token
+    x = X * N * C
+    norm = row * (2 if gpt2 else 1)  # mean and rstd, or rstd
+    inner = {
+        "norm1": norm, "h1": X * N * C, "qkv": X * N * (C + 2 * KV), "lse": row * H * (attention == "flash"),
+        "o": X * N * C, "x_mid": X * N * C, "norm2": norm, "h2": X * N * C,
+        "up": X * N * F * (1 if gpt2 else 2), "act": X * N * F,
+    }  # fmt: skip
+    probs = X * N * H * T * (attention == "naive")
+    head = norm + X * N * C + x
+    L = c["layers"]
+    if recompute == "full":
+        return L * x + sum(inner.values()) + probs + head
+    return L * (x + sum(inner.values())) + (1 if recompute == "selective" else L) * probs + head
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("arch, kv_heads", [("gpt2", 4), ("gpt2", 2), ("llama", 4), ("llama", 1)])
+def test_activations(arch, kv_heads, recompute, attention, precision):
+    c, X = model(arch=arch, kv_heads=kv_heads), 4 if precision == "fp32" else 2
+    out = dry_run(*flags(c, "--recompute", recompute, "--attention", attention), precision=precision)
+    memory, N, C, F, KV = out["memory"], B * c["seq"], c["hidden"], c["ffn"], c["hidden"] // 4 * c["kv_heads"]
+    assert memory["activations"] == activations(c, X, recompute, attention)
+    U = F if c["arch"] == "gpt2" else 2 * F
+    # Output gradients: of down for two blocks at once, of up, out and qkv for one; logits of the padded vocabulary.
+    assert memory["dout"] == X * N * (2 * C + U + C + C + 2 * KV)
+    assert memory["logits"] == X * N * 320 + 4 * N
+    assert memory["communication"] == 0
+    # Working memory is not of the tables; it is not a second set of activations either.
+    assert X * N * (C + F) <= memory["workspace"]
+    assert memory["peak"] == sum(memory[name] for name in CATEGORIES)
+
+
+def test_bytes_a_token_and_channel():
+    """In the words of train.h: 16 + 4f for gpt2, 12 + 4g + 6f for llama, bf16, without statistics."""
+    for arch, want in (("gpt2", 16 + 4 * 3), ("llama", 12 + 4 * 0.5 + 6 * 3)):
+        c = model(arch=arch, kv_heads=2 if arch == "llama" else 4)
+        one, two = (dry_run(*flags({**c, "layers": L}), precision="bf16")["memory"]["activations"] for L in (1, 2))
+        N = B * c["seq"]
+        stats = 4 * N * ((4 if arch == "gpt2" else 2) + 4)  # of the norms, and lse of 4 heads
+        assert two - one == want * N * c["hidden"] + stats
+
+
+def test_recomputation_saves_what_it_says():
+    """Naive attention: selective leaves one matrix, full leaves x of each block and one block's inside."""
+    c = model(layers=10, seq=48)
+    held = {r: dry_run(*flags(c, "--attention", "naive", "--recompute", r))["memory"]["activations"]
+            for r in ("none", "selective", "full")}  # fmt: skip
+    assert held["none"] - held["selective"] == 9 * 4 * B * 4 * 48 * 48
+    assert held["full"] < 0.25 * held["selective"]
+
+
+# ---- predicted and measured ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("x", covering({
+    "arch": ["gpt2", "llama"],
+    "ranks": [1, 2, 3],
+    "precision": ["fp32", "bf16"],
+    "recompute": ["none", "selective", "full"],
+    "attention": ["flash", "naive"],
+    "option": ["--seed 1", "--lazy-optimizer", "--grad-accum-fp32"],
+}), ids=label)  # fmt: skip
+def test_predicted_is_measured(x, train, text):
+    """--dry-run, the run's own prediction, and what every rank held in the end: the same bytes in each category."""
+    c = model(arch=x["arch"])
+    run = flags(c, "--recompute", x["recompute"], "--attention", x["attention"], *x["option"].split())
+    run += ["--data", text, "--steps", 2, "--accum", 2, "--sample", 3, "--peak-tflops", 1]
+    r = train(*run, ranks=x["ranks"], precision=x["precision"])
+    said = dry_run(*run, "--dp", x["ranks"], precision=x["precision"])
+    assert r.one("start")["predicted"] == said["memory"]
+    rows = r.one("end")["memory"]
+    assert sorted(row.pop("rank") for row in rows) == list(range(x["ranks"]))
+    assert all(row == said["memory"] for row in rows), f"{rows}\n{said}"
+    assert (said["memory"]["communication"] > 0) == (x["ranks"] > 1)
+
+    table = dict(re.findall(r"^  (\w+) +\d+\.\d+ +(\d+\.\d+)$", r.stdout, re.M))
+    assert list(table) == [*CATEGORIES, "total"]
+    for name in CATEGORIES:
+        assert table[name] == f"{said['memory'][name] / GB:.6f}"
+
+
+def test_staging_of_the_ring():
+    """Four lanes of two slices of at most 512 KiB, whatever the model; less where the largest shard is smaller."""
+    c = model()
+    for dp in (2, 3, 8):
+        shard = -(-max(buckets(c, True)) // dp)
+        assert dry_run(*flags(c), "--dp", dp)["memory"]["communication"] == 2 * 4 * shard
+    assert dry_run("--model", "gpt2-124M", "--dp", 2)["memory"]["communication"] == 2 * 4 * (512 << 10)
+
+
+def test_bytes_sent_a_step():
+    """An all-reduce sends 2 (N − 1)/N of the gradient: fp32, bf16, or bf16 summed in fp32."""
+    c, n = model(), sum(buckets(model(), True))
+    for precision, extra, size in (("fp32", [], 4), ("bf16", [], 2), ("bf16", ["--grad-accum-fp32"], 4)):
+        for dp in (1, 2, 8):
+            sent = dry_run(*flags(c, *extra), "--dp", dp, precision=precision)["sent_per_step"]
+            assert close(sent, 2 * (dp - 1) / dp * n * size, 1e-12) or sent == 0 == dp - 1
+
+
+def test_the_ledger_counts_real_memory(train, text):
+    """The process grows by what the ledger says: 16 bytes a parameter, activations and all."""
+
+    def run(hidden):
+        r = train(*"--layers 2 --heads 8 --seq 64 --micro-batch 16 --steps 2 --peak-tflops 1".split(),
+                  "--hidden", hidden, "--data", text, "--sample", 1)  # fmt: skip
+        process = float(re.search(r"the whole process +(\d+\.\d+)", r.stdout)[1]) * GB
+        return process, r.one("end")["memory"][0]["peak"]
+
+    small, large = run(32), run(768)
+    assert large[1] - small[1] > 0.3 * GB, "too small to tell"
+    assert close(large[0] - small[0], large[1] - small[1], 0.08), (small, large)
+
+
+def test_dry_run_takes_no_memory():
+    """The largest preset on 1,024 ranks, in 2 GB of address space, at once."""
+    began = time.monotonic()
+    r = run_program(
+        "prlimit", ["--as=2000000000", build(), "--dry-run", "--json", "--model", "llama-405B", "--dp", 1024]
+    )
+    assert r.code == 0 and time.monotonic() - began < 10, f"{r}"
+    assert json.loads(r.stdout)["memory"]["peak"] > 6480 * GB
+
+
+def resident(pid):
+    """What a process holds in memory, or 0 where it has gone."""
+    try:
+        with open(f"/proc/{pid}/status") as f:
+            found = re.search(r"VmRSS:\s+(\d+) kB", f.read())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def test_lazy_optimizer_comes_at_the_end_of_step_1(text, tmp_path):
+    """While the first step's many micro-batches go by, the moments are held by an eager run only; then by both."""
+    run = ["--layers", 2, "--hidden", 512, "--heads", 8, "--seq", 16, "--micro-batch", 1, "--accum", 30, "--data", text,
+           "--steps", 1, "--peak-tflops", 1]  # fmt: skip
+    during = {}
+    for lazy in ([], ["--lazy-optimizer"]):
+        log = tmp_path / f"log-{len(lazy)}"
+        process = subprocess.Popen(
+            list(map(str, [build(), *run, "--log", log, *lazy])), env=environment(), stdout=subprocess.DEVNULL
+        )
+        samples = []
+        while process.poll() is None:
+            now, events = resident(process.pid), log.read_text() if log.exists() else ""
+            if '"start"' in events and '"step"' not in events:
+                samples.append(now)
+            time.sleep(0.005)
+        assert process.returncode == 0
+        (end,) = [e for e in map(json.loads, log.read_text().splitlines()) if e["event"] == "end"]
+        assert end["memory"][0]["optimizer"] == dry_run(*run, *lazy)["memory"]["optimizer"]
+        during[bool(lazy)] = statistics.median(samples)  # not the last, in which the moments come
+    optimizer = end["memory"][0]["optimizer"]
+    assert optimizer > 50e6, "too small to tell"
+    assert abs(during[False] - during[True] - optimizer) < 0.2 * optimizer, during
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+def header_bytes(path):
+    with open(path, "rb") as f:
+        return 8 + int.from_bytes(f.read(8), "little")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("c", SHAPES[1:3], ids=lambda c: c["arch"])
+def test_bytes_of_a_checkpoint(c, precision, train, text, tmp_path):
+    """12 bytes a true parameter: 4 of weights, 8 of moments; the vocabulary's padding stays at home."""
+    train(*flags(c), "--data", text, "--steps", 1, "--save", tmp_path / "ckpt", precision=precision, ranks=2)
+    weights, optimizer = (tmp_path / "ckpt/step-00000001" / f"{n}.safetensors" for n in ("weights", "optimizer"))
+    n = sum(buckets(c, False))
+    assert weights.stat().st_size == 4 * n + header_bytes(weights)
+    assert optimizer.stat().st_size == 8 * n + header_bytes(optimizer)
+    assert header_bytes(weights) + header_bytes(optimizer) < 40_000
+    assert dry_run(*flags(c))["checkpoint_bytes"] == 12 * n
+    files = sorted(p.name for p in weights.parent.iterdir())
+    assert files == ["complete", "optimizer.safetensors", "weights.safetensors"]
+
+
+def test_checkpoints_hold_masters(train, text, tmp_path):
+    """A bf16 build keeps what bf16 cannot: at a learning rate of 0, every bit of fp32 weights that came in goes out."""
+    c = model(arch="llama", tie=False)
+    r = np.random.default_rng(0)
+    shapes = {name: p.shape for name, p in reference.Model({**c, "rope_theta": 1e4}).named_parameters()}
+    weights = {name: r.standard_normal(shape).astype(np.float32) * 0.1 for name, shape in shapes.items()}
+    reference.save_safetensors(tmp_path / "init.safetensors", weights, {})
+    train(*flags(c), "--data", text, "--init", tmp_path / "init.safetensors", "--lr", 0, "--steps", 1,
+          "--save", tmp_path / "ckpt", precision="bf16")  # fmt: skip
+    saved, _ = reference.load_safetensors(tmp_path / "ckpt/step-00000001/weights.safetensors")
+    assert set(saved) == set(weights)
+    for name, w in weights.items():
+        assert saved[name].dtype == np.float32 and np.array_equal(saved[name], w), name
+
+
+# ---- published figures ---------------------------------------------------------------------------------------------
+def test_the_blog_posts_run():
+    """Its model, on one rank and on eight: parameters, bytes, accumulation, activations, FLOPs."""
+    run = "--model llama-0.5B --micro-batch 4 --seq 2048 --batch-tokens 524288".split()
+    one, eight = dry_run(*run), dry_run(*run, "--dp", 8)
+    assert round(one["params"] / 1e6, 1) == 489.3
+    assert round(16 * one["params"] / GB, 1) == 7.8
+    assert round(one["checkpoint_bytes"] / GB, 1) == 5.9
+    assert (one["accum"], eight["accum"]) == (64, 8)
+    assert one["tokens_per_step"] == eight["tokens_per_step"] == 524288
+    classic = one["classic_activations"]
+    assert round(classic["flash"] / GB, 1) == 8.6
+    assert round(classic["matrix"] / GB) == 49
+    assert round((16 * one["params"] + classic["flash"]) / GB, 1) == 16.4
+    assert round(one["flops_per_token"] / 1e9, 1) == 3.7
+    assert one["flops_per_token"] == 6 * one["params"] + 12 * 24 * 1280 * 2048  # PaLM, appendix B
+
+
+def test_the_blog_posts_run_in_words():
+    run = "--dry-run --model llama-0.5B --micro-batch 4 --seq 2048 --batch-tokens 524288".split()
+    out = run_program(build(), run).stdout
+    for words in ("489.3 M", "16 bytes each: 7.8 GB", "12 bytes each: 5.9 GB", "accumulation 64", "3.69 GFLOP a token"):
+        assert words in out, f"{words}\n{out}"
+    table = re.findall(r"^  .*?(\d+\.\d\d) +\d+\.\d{4}$", out, re.M)  # GB of the classic estimates
+    flash, matrix, _, _, both = map(float, table)
+    assert (round(flash, 1), round(matrix), round(both, 1)) == (8.6, 49, 16.4), out
+
+
+# The playbook's charts of recomputation, GiB of activations of one sequence: none at s = 1k, 2k, 4k, 8k; selective and
+# full at 1k.
+CHARTS = {
+    "llama-1B": ([3.564, 12.129, 44.258, 168.516], 1.0645, 0.0645),
+    "llama-8B": ([9.254, 28.508, 97.016, 354.031], 4.254, 0.254),
+    "llama-70B": ([46.26, 142.5, 485.0, 1770], 21.258, 1.258),
+    "llama-405B": ([145.7, 448.9, 1527.8, 5575.6], 66.95, 3.953),
+}
+
+
+def published(x, figure):
+    """x agrees with the figure in all of the figure's digits, give or take one in the last."""
+    digits = len(str(figure).partition(".")[2])
+    return abs(x - figure) <= 1.01 * 10**-digits
+
+
+@pytest.mark.parametrize("preset", CHARTS)
+def test_charts_of_recomputation(preset):
+    none, selective, full = CHARTS[preset]
+    for k, figure in zip((1, 2, 4, 8), none):
+        classic = dry_run("--model", preset, "--micro-batch", 1, "--seq", 1024 * k)["classic_activations"]
+        assert published(classic["matrix"] / GIB, figure), (k, classic["matrix"] / GIB, figure)
+        if k == 1:
+            assert published(classic["selective"] / GIB, selective)
+            assert published(classic["full"] / GIB, full)
+
+
+# The playbook's table: GB of parameters, gradients and optimizer, in bf16, without and with fp32 gradient accumulation.
+@pytest.mark.parametrize("preset, billions, plain, accumulated", [
+    ("llama-1B", 1, 16, 20), ("llama-8B", 8, 128, 160), ("llama-70B", 70, 1120, 1400), ("llama-405B", 405, 6480, 8100),
+])  # fmt: skip
+def test_table_of_model_memory(preset, billions, plain, accumulated):
+    for extra, figure in (([], plain), (["--grad-accum-fp32"], accumulated)):
+        out = dry_run("--model", preset, *extra, precision="bf16")
+        state = sum(out["memory"][name] for name in STATE)
+        assert close(state / GB * billions / (out["params"] / GB), figure, 1e-3)  # the table rounds the parameters

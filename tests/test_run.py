@@ -1,0 +1,432 @@
+"""What a user sees of a run: help, lines, logs, evaluation, samples, and the options that change how it computes."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, build, close, environment, make_text, run_program
+
+TINY = "--layers 2 --hidden 32 --heads 4 --seq 32 --peak-tflops 1".split()
+LEARNING = ["--lr", 5e-3, "--warmup", 5]
+MEMORY = "rank weights gradients master optimizer activations dout logits communication workspace peak".split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+# ---- what is printed -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("words", [["--help"], ["--steps", "nonsense", "--help"]], ids=["alone", "amid-mistakes"])
+def test_help(words):
+    """Every flag with its default, in groups; whatever else stands beside it."""
+    r = run_program(build(), words)
+    assert r.code == 0 and not r.stderr, f"{r}"
+    headings = [line for line in r.stdout.splitlines() if re.fullmatch(r"[a-z]+", line)]
+    assert headings == "model data step parallel memory precision run".split()
+    for flag, default in (("--steps N", "(200)"), ("--lr X", "(0.001)"), ("--recompute none|selective|full", "(none)"),
+                          ("--data FILE…", ""), ("--save PATH", ""), ("--quiet", ""), ("--ranks N", "")):  # fmt: skip
+        (line,) = [line for line in r.stdout.splitlines() if line.startswith(f"  {flag} ")]
+        assert line.endswith(default), line
+    assert "(-1)" not in r.stdout, "a default that is none"
+    assert max(map(len, r.stdout.splitlines())) < 260
+
+
+def test_help_on_many_ranks_comes_once():
+    r = run_program("mpirun", ["-n", 2, "--oversubscribe", build(), "--help"])
+    assert r.code == 0 and r.stdout.count("usage:") == 1, f"{r}"
+
+
+def test_bare_run(tmp_path):
+    """No flag at all: it learns this repository's text. (A log beside it, to look at.)"""
+    run_program("make", ["-C", ROOT, "build/repository.txt"])
+    r = run_program(build(), [], log=tmp_path / "log")
+    assert r.code == 0 and not r.stderr, f"{r}"
+    losses = r.curve("loss")
+    assert len(losses) == 200 and 4.8 < losses[0] < 6.2
+    assert sum(losses[-10:]) / 10 < losses[0] - 2, f"from {losses[0]} to {losses[-10:]}"
+    assert sum(losses[-10:]) < sum(losses[90:100]) < sum(losses[20:30]) < sum(losses[:10]), "it does not fall"
+    assert r.one("val")["loss"] < losses[0] - 1.5
+    rates = [e["peak_flops"] for e in (r.one("start"), r.one("end"))]
+    assert all(1e9 < rate < 1e13 for rate in rates), rates
+    assert re.search(r"^MFU: PaLM's convention, against a 1024³ sgemm", r.stdout, re.M)
+
+
+def steps_printed(text):
+    return [int(n) for n in re.findall(r"step (\d+)/\d+  loss \d+\.\d{4}  norm ", text)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_plain_lines(ranks, text):
+    """Where standard output is no terminal there is a line a step, and nothing is written over."""
+    command = [
+        build(),
+        *(["--ranks", ranks] if ranks > 1 else []),
+        *TINY,
+        "--data",
+        text,
+        "--steps",
+        7,
+        "--eval-every",
+        3,
+    ]
+    r = subprocess.run(list(map(str, command)), capture_output=True, env=environment())  # bytes: text would hide a \r
+    assert r.returncode == 0 and not r.stderr, r
+    assert b"\r" not in r.stdout and b"\x1b" not in r.stdout, r.stdout
+    lines = [line for line in r.stdout.decode().split("\n") if line.startswith("step ") and "  loss " in line]
+    assert steps_printed("\n".join(lines)) == list(range(1, 8))
+    assert all(line.count("step") == 1 for line in lines), lines
+
+
+def on_a_terminal(command, seconds=60):
+    """What the command writes to a terminal, and its exit code."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(list(map(str, command)), stdout=theirs, stderr=theirs, stdin=theirs, env=environment())
+    os.close(theirs)
+    out, until = b"", time.monotonic() + seconds
+    while time.monotonic() < until and select.select([ours], [], [], until - time.monotonic())[0]:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux says EIO where the other end is closed
+            break
+        if not part:
+            break
+        out += part
+    process.kill() if time.monotonic() >= until else None
+    os.close(ours)
+    return out.decode().replace("\r\n", "\n"), process.wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_status_line_on_a_terminal(ranks, text):
+    """One line that is written over, the last one stays; other lines stand clear of it."""
+    out, code = on_a_terminal(
+        [build(), *(["--ranks", 2] if ranks > 1 else []), *TINY, "--data", text, "--steps", 7, "--eval-every", 3]
+    )
+    assert code == 0 and steps_printed(out) == list(range(1, 8)), out
+    (line,) = [line for line in out.split("\n") if "step 1/7" in line]
+    assert line.count("\r") >= 3 and re.match(r"\r?step 1/7 .*\rstep 2/7 .*\rstep 3/7 ", line), repr(out)
+    assert re.search(r"^step 3: validation loss \d+\.\d{4}$", out, re.M), repr(out)
+    assert re.search(r"^\r?(step 7/7 .*|.*\rstep 7/7 .*)\nstep 7: validation", out, re.M), repr(out)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_quiet(ranks, train, text):
+    r = train(*TINY, "--data", text, "--steps", 3, "--sample", 20, "--eval-every", 1, "--quiet", ranks=ranks)
+    assert (r.stdout, r.stderr) == ("", "")
+    assert len(r.events("step")) == len(r.events("val")) == 3
+
+
+def test_what_changes_nothing_is_said(train, text):
+    """Legal, without effect, and said in one line, which names the flag."""
+    for options, precision in ((["--recompute", "selective"], "fp32"), (["--grad-accum-fp32"], "fp32"),
+                               (["--matmul", "bf16"], "bf16")):  # fmt: skip
+        run = [*TINY, "--data", text, "--steps", 2]
+        r, plain = train(*run, *options, precision=precision), train(*run, precision=precision)
+        (line,) = [line for line in r.stdout.splitlines() if "changes nothing" in line]
+        assert line.startswith(options[0])
+        assert r.curve("loss") == plain.curve("loss")
+        assert "changes nothing" not in plain.stdout
+
+
+def test_explain(text):
+    """Who holds what and who says what to whom, and the end: nothing is trained."""
+    r = run_program(build(), [*TINY, "--data", text, "--accum", 3, "--explain"], 4)
+    assert r.code == 0 and not r.stderr, f"{r}"
+    assert "grid: 4 ranks = dp 4" in r.stdout
+    for rank in range(4):
+        assert re.search(rf"rank {rank}: .*sequences {8 * rank} to {8 * rank + 7} of each 32", r.stdout), r.stdout
+    for name, shape in (("wte.weight", "256 × 32"), ("wpe.weight", "64 × 32"), ("blocks.0.attention.q.bias", "32 × 1"),
+                        ("blocks.0.mlp.up.weight", "128 × 32"), ("norm.bias", "32 × 1")):  # fmt: skip
+        assert re.search(rf"{re.escape(name)} +{shape} ", r.stdout), f"{name} {shape}\n{r.stdout}"
+    elements = {name: int(n) for name, n in re.findall(r"^  (embedding|block 0|head): (\d+) elements", r.stdout, re.M)}
+    assert elements == {"embedding": (256 + 64) * 32, "block 0": 12 * 32 * 32 + 13 * 32, "head": 64}
+    messages = re.findall(r"all-reduce of (embedding|block 0|block 1|head) .* 2 · 3 pieces of (\d+) bytes", r.stdout)
+    want = [("head", 64), ("block 1", 12704), ("block 0", 12704), ("embedding", 10240)]
+    assert messages == [(name, str(n * 4 // 4)) for name, n in want], r.stdout
+    assert "micro-batches" in r.stdout and not steps_printed(r.stdout), "it went on to train"
+
+
+def test_dry_run_in_words(train, text):
+    """Says, and ends: no file is read or written, no rank started."""
+    r = run_program(build(), [*TINY, "--ranks", 64, "--accum", 2, "--dry-run", "--save", "/nowhere/at/all"])
+    assert r.code == 0 and not r.stderr and not steps_printed(r.stdout), f"{r}"
+    assert "64 ranks, 8 sequences of 32 tokens a micro-batch, accumulation 2: 32768 tokens a step" in r.stdout
+
+
+# ---- the log -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log(ranks, text, tmp_path):
+    log = tmp_path / "log.jsonl"
+    run = [*TINY, "--data", text, "--steps", 4, "--eval-every", 2, "--micro-batch", 8 // ranks, "--accum", 2]
+    r = run_program(build(), run, ranks, log=log, env={"LC_ALL": "de_DE.UTF-8"})
+    assert r.code == 0, f"{r}"
+    assert [e["event"] for e in r.log] == "start step step val step step val end".split()
+
+    start = r.one("start")
+    assert (start["world"], start["dp"], start["tokens_per_step"]) == (ranks, ranks, 8 * 2 * 32)
+    assert start["params"] == start["active_params"] == (256 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
+    for e in r.events("step"):
+        assert set("step loss grad_norm lr ms tokens_per_s mfu".split()) <= set(e)
+        assert close(e["tokens_per_s"], start["tokens_per_step"] / e["ms"] * 1e3, 1e-9)
+        assert close(e["mfu"], e["tokens_per_s"] * start["flops_per_token"] / (1e12 * ranks), 1e-9)
+        assert close(e["lr"], 1e-3 * e["step"] / 20, 1e-6)
+    assert [e["step"] for e in r.events("val")] == [2, 4]
+
+    end = r.one("end")
+    assert end["loss"] == r.curve("loss")[-1]
+    assert [set(MEMORY) <= set(row) for row in end["memory"]] == [True] * ranks
+    assert sorted(row["rank"] for row in end["memory"]) == list(range(ranks))
+    for row in end["comm"]:
+        assert set("rank group op calls bytes exposed_ms".split()) == set(row)
+    reduced = {row["rank"]: row for row in end["comm"] if (row["group"], row["op"]) == ("dp", "all_reduce")}
+    assert sorted(reduced) == list(range(ranks))
+    assert all((row["bytes"] > 4 * start["params"] * 4 // 2) == (ranks > 1) for row in reduced.values())
+
+    for number in re.findall(r'"(?:loss|grad_norm)":([^,}]+)', log.read_text()):
+        digits = re.sub(r"e.*|[-.]", "", number).lstrip("0")
+        assert len(digits) >= 9, f"{number} has fewer than 9 significant digits"
+
+
+def test_log_is_written_as_it_goes(text, tmp_path):
+    """Someone looks at a run of slow steps: each event is there as soon as it happens."""
+    log = tmp_path / "log.jsonl"
+    command = [
+        build(),
+        *TINY,
+        "--data",
+        text,
+        "--micro-batch",
+        1,
+        "--accum",
+        1000,
+        "--steps",
+        4,
+        "--quiet",
+        "--log",
+        log,
+    ]
+    process = subprocess.Popen(list(map(str, command)), env=environment())
+    seen = set()
+    while process.poll() is None:
+        seen.add(log.read_text().count('"event":"step"') if log.exists() else 0)
+        time.sleep(0.01)
+    assert process.returncode == 0 and {1, 2, 3} <= seen, seen
+    for line in log.read_text().split("\n")[:-1]:
+        json.loads(line)
+
+
+# ---- evaluation and samples ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_evaluation_is_the_same_everywhere(arch, train, text, tmp_path):
+    """13 windows, in batches of 12 and of fewer: the last, partial one counts as what it is, on 1, 2 and 3 ranks."""
+    val = tmp_path / "val.txt"
+    val.write_bytes(make_text(13 * 32 + 20, seed=5))
+    train(*TINY, "--arch", arch, "--data", text, "--steps", 60, *LEARNING, "--save", tmp_path / "ckpt")
+    init = tmp_path / "ckpt/step-00000060/weights.safetensors"
+    run = [*TINY, "--init", init, "--data", text, "--val", val, "--steps", 1, "--lr", 0]
+    one = train(*run, "--micro-batch", 1).one("val")["loss"]  # 8 global batches of one: windows 0 to 7
+    all_windows = train(*run, "--micro-batch", 1, "--eval-batches", 99).one("val")["loss"]
+    assert not close(one, all_windows, 1e-4)
+    for ranks, micro_batch, accum in ((1, 12, 1), (1, 5, 1), (2, 6, 1), (3, 4, 1), (3, 2, 2), (2, 20, 1)):
+        r = train(*run, "--micro-batch", micro_batch, "--accum", accum, ranks=ranks)
+        assert close(r.one("val")["loss"], all_windows, 1e-6), (ranks, micro_batch, accum)
+    for ranks, micro_batch in ((1, 8), (2, 4)):  # the first 8 windows
+        r = train(*run, "--micro-batch", micro_batch, "--eval-batches", 1, ranks=ranks)
+        assert close(r.one("val")["loss"], one, 1e-6)
+
+
+def test_evaluation_of_the_last_tenth(train, text, tmp_path):
+    """Without --val: what the training does not see. The same as if it were cut off by hand."""
+    whole = text.read_bytes()
+    cut = len(whole) - len(whole) // 10
+    (tmp_path / "train.txt").write_bytes(whole[:cut])
+    (tmp_path / "val.txt").write_bytes(whole[cut:])
+    a = train(*TINY, "--data", text, "--steps", 6)
+    b = train(*TINY, "--data", tmp_path / "train.txt", "--val", tmp_path / "val.txt", "--steps", 6)
+    assert a.curve("loss") == b.curve("loss") and a.one("val") == b.one("val")
+
+
+def sample_of(r, n):
+    found = re.search(rf"sample of {n} (?:bytes|tokens) after step \d+:\n(.{{{n}}})\n", r.stdout, re.S)
+    assert found, f"{r}"
+    return found[1]
+
+
+def test_sample(train, text):
+    """The same again, on two ranks, and longer begins like shorter; another seed or another model: something else."""
+    run = [*TINY, "--data", text, *LEARNING, "--steps", 60]
+    a, again = (sample_of(train(*run, "--sample", 200), 200) for _ in range(2))
+    assert a == again
+    assert sample_of(train(*run, "--sample", 90), 90) == a[:90]
+    assert sample_of(train(*run, "--sample", 200, "--seed", 5), 200) != a
+    assert sum(c.islower() or c in " .,?!\n" for c in a) > 150, "not a word learned"
+    still = [*TINY, "--data", text, "--steps", 1, "--lr", 0, "--sample", 200]
+    one, two = (sample_of(train(*still, "--micro-batch", 4 // n, ranks=n), 200) for n in (1, 2))
+    assert one == two != a
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+def test_batch_tokens(train, text):
+    """Says how many tokens a step takes; the accumulation follows, and the run is the one with that --accum."""
+    run = [*TINY, "--data", text, "--steps", 3, "--micro-batch", 2]
+    for ranks, accum in ((1, 6), (2, 3)):
+        a = train(*run, "--batch-tokens", 384, ranks=ranks)
+        b = train(*run, "--accum", accum, ranks=ranks)
+        assert a.one("start")["tokens_per_step"] == 384
+        assert a.curve("loss") == b.curve("loss")
+        both = train(*run, "--batch-tokens", 384, "--accum", accum, ranks=ranks)
+        assert both.curve("loss") == b.curve("loss")
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+def test_matmul_bf16(train, text):
+    """Inputs of products rounded to bf16: other numbers, near by, and it learns as well."""
+    run = [*TINY, "--data", text, *LEARNING, "--steps", 100]
+    exact, rounded = (train(*run, "--matmul", kind).curve("loss") for kind in ("fp32", "bf16"))
+    assert exact == train(*run).curve("loss")
+    assert not any(map(close, exact, rounded, [1e-8] * 100))
+    assert all(map(close, rounded, exact, [2e-2] * 100)), max(abs(a - b) for a, b in zip(exact, rounded))
+    assert rounded[-1] < rounded[0] - 2
+
+
+def test_bf16_build(train, text):
+    run = [*TINY, "--data", text, *LEARNING, "--steps", 100]
+    exact, rounded = train(*run).curve("loss"), train(*run, precision="bf16").curve("loss")
+    assert not any(map(close, exact, rounded, [1e-8] * 100))
+    assert all(map(close, rounded, exact, [3e-2] * 100)), max(abs(a - b) for a, b in zip(exact, rounded))
+    assert rounded[-1] < rounded[0] - 2
+
+
+def test_fp32_accumulation(train, text):
+    """Sums of 64 bf16 gradients lose digits that fp32 sums keep: the norm comes nearer to that of an fp32 build."""
+    run = [*TINY, "--data", text, "--micro-batch", 1, "--accum", 64, "--steps", 5, "--grad-clip", 0]
+    exact = train(*run)
+    coarse, fine = (train(*run, *more, precision="bf16") for more in ([], ["--grad-accum-fp32"]))
+    distance = [np.abs(np.subtract(r.curve("grad_norm"), exact.curve("grad_norm"))).mean() for r in (coarse, fine)]
+    assert distance[1] < 0.5 * distance[0], distance
+    assert all(map(close, fine.curve("loss"), exact.curve("loss"), [5e-3] * 5))
+    long = [*TINY, "--data", text, *LEARNING, "--micro-batch", 2, "--accum", 4, "--steps", 100, "--grad-accum-fp32"]
+    losses = train(*long, precision="bf16").curve("loss")
+    assert losses[-1] < losses[0] - 2
+
+
+def test_without_mpi(text, tmp_path):
+    """A build with MPI=0 links no MPI and is the same program on one rank."""
+    libraries = subprocess.run(["ldd", build(mpi=0)], capture_output=True, text=True).stdout
+    assert "openblas" in libraries and "libmpi" not in libraries
+    run = [*TINY, "--data", text, "--steps", 5, "--eval-every", 2, "--save", tmp_path / "ckpt"]
+    alone, with_mpi = (run_program(build(mpi=m), run, log=tmp_path / f"log{m}") for m in (0, 1))
+    assert alone.code == with_mpi.code == 0 and not alone.stderr, f"{alone}"
+    assert alone.curve("loss") == with_mpi.curve("loss") and alone.events("val") == with_mpi.events("val")
+    more = run_program(build(mpi=0), [*run[:-2], "--ranks", 1])
+    assert more.code == 0, f"{more}"
+    refused = run_program(build(mpi=0), run, 2)
+    assert refused.code == 2 and len(refused.stderr.splitlines()) == 1, f"{refused}"
+    assert re.search(r"^train: --ranks 2 needs MPI.*nearest: --ranks 1$", refused.stderr.strip()), f"{refused}"
+
+
+# ---- shards of tokens ----------------------------------------------------------------------------------------------
+SHARDS = {"uint16": (20240520, 1, "<u2", 50257), "uint32": (20240801, 7, "<u4", 128256)}
+
+
+def write_shard(path, kind, tokens):
+    magic, version, dtype, _ = SHARDS[kind]
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_a_shard_of_bytes_is_the_text(kind, train, text, tmp_path):
+    """The same tokens from either kind of file: the same run, to the bit."""
+    raw = text.read_bytes()
+    (tmp_path / "train.txt").write_bytes(raw[:50_000])
+    (tmp_path / "val.txt").write_bytes(raw[50_000:])
+    write_shard(tmp_path / "train.bin", kind, list(raw[:50_000]))
+    write_shard(tmp_path / "val.bin", kind, list(raw[50_000:]))
+    runs = [train(*TINY, "--steps", 8, "--vocab", 256, "--data", tmp_path / f"train.{end}", "--val",
+                  tmp_path / f"val.{end}") for end in ("txt", "bin")]  # fmt: skip
+    assert runs[0].curve("loss") == runs[1].curve("loss") and runs[0].one("val") == runs[1].one("val")
+
+
+@pytest.mark.parametrize("kind, low", [("uint16", 40_000), ("uint32", 70_000)])
+def test_shards_train(kind, low, train, tmp_path):
+    """Several files, tokens that need all their bits: what is learned is which of them occur, and in which order."""
+    paths = [write_shard(tmp_path / f"{i}.bin", kind, low + 13 * (np.arange(2000 + 500 * i) % 20)) for i in range(3)]
+    run = [
+        *TINY,
+        "--data",
+        *paths[:2],
+        "--val",
+        paths[2],
+        "--steps",
+        20,
+        "--micro-batch",
+        2,
+        "--lr",
+        1e-2,
+        "--warmup",
+        3,
+    ]
+    r = train(*run, "--eval-every", 10, "--eval-batches", 1, ranks=2)
+    vocabulary = SHARDS[kind][3]
+    assert f"vocabulary {vocabulary}" in r.stdout
+    losses = r.curve("loss")
+    assert close(losses[0], np.log(vocabulary), 0.05)
+    assert losses[-1] < 0.55 * losses[0] and r.events("val")[-1]["loss"] < 0.6 * losses[0], losses
+    refused = train(*run, "--vocab", low, fails=True)
+    found = re.search(rf"token (\d+) is (\d+), outside the vocabulary of {low}; --vocab", refused.stderr)
+    assert refused.code == 2 and found and int(found[2]) == low + 13 * (int(found[1]) % 20), f"{refused}"
+
+
+def test_several_files_are_all_read(train, tmp_path):
+    """A model that has seen only the first file has not learned the second."""
+    files = [tmp_path / f"{c}.txt" for c in "ab"]
+    for path in files:
+        path.write_bytes(path.stem.encode() * 4000)
+    run = [*TINY, "--val", files[1], "--steps", 30, "--lr", 1e-2, "--warmup", 3]
+    both, one = (train(*run, "--data", *data).one("val")["loss"] for data in (files, files[:1]))
+    assert both < 1.2 and one > 3, (both, one)
+
+
+def test_beyond_four_gigabytes(train, tmp_path):
+    """Offsets are wider than 32 bits: of 5 GB of zeros, the last tenth alone begins with something else: it is found."""
+    large = tmp_path / "large.txt"
+    with open(large, "wb") as f:
+        f.truncate(5 * 10**9)
+        f.seek(45 * 10**8)
+        f.write(b"ab" * 5000)  # the first windows of the validation
+    r = train(*TINY, "--data", large, "--steps", 20, "--micro-batch", 2, "--lr", 1e-2, "--warmup", 1)
+    assert r.curve("loss")[-1] < 1 and r.one("val")["loss"] > 4
+
+
+def test_initial_values(train, text, tmp_path):
+    """Normal with the layer's standard deviation, another draw for every tensor and seed, the same on every layout."""
+    import reference
+
+    def weights(seed, ranks, name):
+        flags = ["--data", text, "--hidden", 64, "--layers", 2, "--seq", 16, "--micro-batch", 6 // ranks, "--seed", seed]
+        train(*flags, "--steps", 1, "--lr", 0, "--save", tmp_path / name, ranks=ranks)
+        return reference.load_safetensors(tmp_path / name / "step-00000001" / "weights.safetensors")[0]
+
+    one, three, other = weights(1, 1, "a"), weights(1, 3, "b"), weights(2, 1, "c")
+    seen = set()
+    for name, w in one.items():
+        assert (w == three[name]).all(), name
+        if w.ndim == 1:
+            assert (w == (1 if name.endswith("weight") else 0)).all(), name
+            continue
+        residual = name.endswith(("out.weight", "down.weight"))
+        assert abs(w.std() / (0.02 / (2 if residual else 1)) - 1) < 0.08, name
+        assert abs(w.mean()) < 0.002 and not (w == other[name]).any(), name
+        assert float(w.flat[0]) not in seen, f"{name} starts like another tensor"
+        seen.add(float(w.flat[0]))

@@ -1,0 +1,20 @@
+"""The C unit tests of kernels and data (cmocka), in every build that they can tell apart."""
+import subprocess
+
+import pytest
+
+from conftest import ROOT, environment
+
+BUILDS = {"fp32": [], "bf16": ["PRECISION=bf16"], "sanitized": ["SANITIZE=address,undefined"]}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("name", ["test_kernels", "test_matmul", "test_attention", "test_data"])
+def test_units(name, build):
+    precision = "bf16" if build == "bf16" else "fp32"
+    program = f"build/cpu-{precision}{'-sanitized' if build == 'sanitized' else ''}/tests/{name}"
+    made = subprocess.run(["make", "-C", ROOT, *BUILDS[build], program], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    env = environment(ASAN_OPTIONS="detect_leaks=0")
+    r = subprocess.run([ROOT / program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert r.returncode == 0, r.stdout + r.stderr

@@ -1,0 +1,1264 @@
+// Trains GPT-2 and Llama-style language models. Reads top to bottom:
+//
+//   flags -> configuration -> data -> parameters -> memory -> a block, forward and backward -> the model
+//         -> one training step -> evaluation, sampling -> checkpoints -> main
+//
+// Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c),
+// what an operation computes in kernels/, and runtime/ is plumbing: memory, messages, files.
+//
+// Four letters name the work: F is a forward, I the gradient of an input, W the gradient of the weights, B = I, then W. (As
+// sizes, B, T, C, F … are those of train.h.) I and W are separate functions because pipeline schedules move W to where a rank would idle.
+#include "train.h"
+#include "report.h"
+#include "runtime/checkpoint.h"
+#include "runtime/device.h"
+#include "runtime/fail.h"
+#include "runtime/launch.h"
+#include "runtime/log.h"
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// =====================================================================================================================
+// Flags
+// =====================================================================================================================
+
+#define NOT_GIVEN (-1) // the default of a number that follows from others
+
+static Config config = {
+    .arch = NOT_GIVEN,
+    .layers = NOT_GIVEN,
+    .heads = NOT_GIVEN,
+    .kv_heads = NOT_GIVEN,
+    .hidden = NOT_GIVEN,
+    .ffn = NOT_GIVEN,
+    .vocab = NOT_GIVEN,
+    .seq = NOT_GIVEN,
+    .rope_theta = NOT_GIVEN,
+    .seed = 1337,
+    .micro_batch = 8,
+    .accum = 1,
+    .batch_tokens = NOT_GIVEN,
+    .steps = 200,
+    .warmup = 20,
+    .lr = 1e-3,
+    .min_lr = NOT_GIVEN,
+    .beta1 = 0.9,
+    .beta2 = 0.95,
+    .weight_decay = 0.1,
+    .grad_clip = 1,
+    .ranks = NOT_GIVEN,
+    .dp = NOT_GIVEN,
+    .eval_batches = 8,
+    .keep = 2,
+    .peak_tflops = NOT_GIVEN,
+};
+
+typedef struct {
+    Arch arch;
+    long layers, heads, kv_heads, hidden, ffn, vocab, seq; // vocab 0: as the data has it
+    double rope_theta;
+    bool tie;
+} Preset;
+
+// clang-format off
+#define PRESET_NAMES "gpt2-tiny|llama-tiny|gpt2-124M|gpt2-355M|gpt2-774M|gpt2-1558M|" \
+                     "llama-0.5B|llama-1B|llama-3B|llama-8B|llama-70B|llama-405B|gpt3-175B"
+static const Preset presets[] = { // in the order of PRESET_NAMES
+    // arch      layers heads kv  hidden   ffn   vocab   seq  theta  tied
+    {ARCH_GPT2,     4,   8,   8,   128,   512,      0,   64,      0, true},
+    {ARCH_LLAMA,    4,   8,   4,   128,   352,      0,   64,  10000, false},
+    {ARCH_GPT2,    12,  12,  12,   768,  3072,  50257, 1024,      0, true},
+    {ARCH_GPT2,    24,  16,  16,  1024,  4096,  50257, 1024,      0, true},
+    {ARCH_GPT2,    36,  20,  20,  1280,  5120,  50257, 1024,      0, true},
+    {ARCH_GPT2,    48,  25,  25,  1600,  6400,  50257, 1024,      0, true},
+    {ARCH_LLAMA,   24,  20,   4,  1280,  3840,  32000, 2048,  10000, true},
+    {ARCH_LLAMA,   16,  32,   8,  2048,  8192, 128256, 8192, 500000, true},
+    {ARCH_LLAMA,   28,  24,   8,  3072,  8192, 128256, 8192, 500000, true},
+    {ARCH_LLAMA,   32,  32,   8,  4096, 14336, 128256, 8192, 500000, false},
+    {ARCH_LLAMA,   80,  64,   8,  8192, 28672, 128256, 8192, 500000, false},
+    {ARCH_LLAMA,  126, 128,   8, 16384, 53248, 128256, 8192, 500000, false},
+    {ARCH_GPT2,    96,  96,  96, 12288, 49152,  50257, 2048,      0, true},
+};
+
+#define COUNT 1e12 // more than any count of anything here
+static const Flag flags[] = {
+    {"model", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"model",      FLAG_CHOICE, &config.model, "preset; a flag beside it overrides its value", 0, 0, PRESET_NAMES},
+    {"arch",       FLAG_CHOICE, &config.arch, "block", 0, 0, ARCHS},
+    {"layers",     FLAG_INT,  &config.layers, "blocks", 1, 1e4, NULL},
+    {"heads",      FLAG_INT,  &config.heads, "query heads", 1, 1e4, NULL},
+    {"kv-heads",   FLAG_INT,  &config.kv_heads, "key/value heads; divides heads", 1, 1e4, NULL},
+    {"hidden",     FLAG_INT,  &config.hidden, "channels of the residual stream", 1, 1e6, NULL},
+    {"ffn",        FLAG_INT,  &config.ffn, "channels inside the MLP", 1, 1e7, NULL},
+    {"vocab",      FLAG_INT,  &config.vocab, "tokens in the vocabulary; else as the data has it", 1, 1e7, NULL},
+    {"seq",        FLAG_INT,  &config.seq, "tokens a sequence (T)", 1, 1e7, NULL},
+    {"rope-theta", FLAG_REAL, &config.rope_theta, "base of the rotary angles (llama)", 1, 1e12, NULL},
+    {"tie",        FLAG_SWITCH, &config.tie, "the head shares the embedding's weights (gpt2 always does)", 0, 0, NULL},
+    {"data", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"data",       FLAG_FILES, &config.data, "text (bytes) or llm.c token shards (.bin); else this repository's text", 0, 0, NULL},
+    {"val",        FLAG_FILES, &config.val, "the same, for evaluation; else the last tenth of a text", 0, 0, NULL},
+    {"seed",       FLAG_INT,  &config.seed, "of initial weights, data order and samples", 0, COUNT, NULL},
+    {"step", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"micro-batch",  FLAG_INT, &config.micro_batch, "sequences a rank and micro-batch (B)", 1, 1e5, NULL},
+    {"accum",        FLAG_INT, &config.accum, "micro-batches a step", 1, 1e6, NULL},
+    {"batch-tokens", FLAG_INT, &config.batch_tokens, "tokens a step over all ranks; accum follows", 1, COUNT, NULL},
+    {"steps",        FLAG_INT, &config.steps, "optimizer steps", 1, COUNT, NULL},
+    {"lr",           FLAG_REAL, &config.lr, "peak learning rate", 0, 1e3, NULL},
+    {"warmup",       FLAG_INT, &config.warmup, "steps of linear warm-up, then a cosine", 0, COUNT, NULL},
+    {"min-lr",       FLAG_REAL, &config.min_lr, "where the cosine ends; else lr / 10", 0, 1e3, NULL},
+    {"beta1",        FLAG_REAL, &config.beta1, "AdamW's first moment", 0, 0.999999, NULL},
+    {"beta2",        FLAG_REAL, &config.beta2, "AdamW's second moment", 0, 0.999999, NULL},
+    {"weight-decay", FLAG_REAL, &config.weight_decay, "of matrices", 0, 1e3, NULL},
+    {"grad-clip",    FLAG_REAL, &config.grad_clip, "largest gradient norm; 0: none", 0, 1e9, NULL},
+    {"parallel", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"ranks",      FLAG_INT, &config.ranks, "start this many ranks here, under mpirun", 1, 1e5, NULL},
+    {"dp",         FLAG_INT, &config.dp, "data-parallel ranks; follows from the rest", 1, 1e5, NULL},
+    {"memory", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"recompute",  FLAG_CHOICE, &config.recompute, "forward work done again in the backward", 0, 0, "none|selective|full"},
+    {"attention",  FLAG_CHOICE, &config.attention, "tiles, or the whole T×T matrix", 0, 0, "flash|naive"},
+    {"grad-accum-fp32", FLAG_SWITCH, &config.grad_accum_fp32, "sum bf16 gradients in fp32", 0, 0, NULL},
+    {"lazy-optimizer", FLAG_SWITCH, &config.lazy_optimizer, "reserve AdamW's moments at the end of step 1", 0, 0, NULL},
+    {"precision", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"matmul",     FLAG_CHOICE, &config.matmul, "what inputs of matrix products are rounded to", 0, 0, "fp32|bf16"},
+    {"run", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"eval-every", FLAG_INT, &config.eval_every, "evaluate every N steps; 0: at the end", 0, COUNT, NULL},
+    {"eval-batches", FLAG_INT, &config.eval_batches, "global batches of an evaluation", 1, COUNT, NULL},
+    {"sample",     FLAG_INT, &config.sample, "write N tokens at the end", 0, 1e9, NULL},
+    {"init",       FLAG_TEXT, &config.init, "start from the weights in this safetensors file", 0, 0, NULL},
+    {"save",       FLAG_TEXT, &config.save, "write checkpoints to this directory", 0, 0, NULL},
+    {"save-every", FLAG_INT, &config.save_every, "every N steps; 0: at the end", 0, COUNT, NULL},
+    {"keep",       FLAG_INT, &config.keep, "how many checkpoints stay", 1, 1e6, NULL},
+    {"resume",     FLAG_TEXT, &config.resume, "go on from the newest checkpoint in this directory", 0, 0, NULL},
+    {"log",        FLAG_TEXT, &config.log, "write JSON lines", 0, 0, NULL},
+    {"peak-tflops", FLAG_REAL, &config.peak_tflops, "a rank's peak, for MFU; else measured", 1e-6, 1e6, NULL},
+    {"dry-run",    FLAG_SWITCH, &config.dry_run, "say what the run would need and send, and end", 0, 0, NULL},
+    {"json",       FLAG_SWITCH, &config.json, "as JSON (with --dry-run)", 0, 0, NULL},
+    {"explain",    FLAG_SWITCH, &config.explain, "print groups, parameters and messages, and end", 0, 0, NULL},
+    {"quiet",      FLAG_SWITCH, &config.quiet, "print nothing but errors", 0, 0, NULL},
+};
+// clang-format on
+
+// =====================================================================================================================
+// Configuration: flags, a preset that was asked for, the checkpoint's own description, the default preset; in this order,
+// each filling in what is still open, and checked before anything is allocated
+// =====================================================================================================================
+
+// What makes two models the same model: written into checkpoints, taken from there where no flag says otherwise.
+static const struct {
+    const char *name, *flag;
+    long *value;
+} model_settings[] = {
+    {"layers", "layers", &config.layers},
+    {"heads", "heads", &config.heads},
+    {"kv_heads", "kv-heads", &config.kv_heads},
+    {"hidden", "hidden", &config.hidden},
+    {"ffn", "ffn", &config.ffn},
+    {"vocab", "vocab", &config.vocab},
+};
+#define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
+
+// A number of the file's description; 0 where it has none.
+static long meta_number(const SafeTensors *s, const char *path, const char *name) {
+    const char *text = safetensors_meta(s, name);
+    if (!text) return 0;
+    char *end;
+    long x = strtol(text, &end, 10);
+    if (*end || x < 1 || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
+    return x;
+}
+
+static void take_setting(const SafeTensors *s, const char *path, int i) {
+    long *value = model_settings[i].value, saved = meta_number(s, path, model_settings[i].name);
+    if (!saved) return;
+    if (*value == NOT_GIVEN) *value = saved;
+    if (*value != saved)
+        fail_all(EXIT_USAGE, "--%s %ld: %s holds another model; nearest: %ld", model_settings[i].flag, *value,
+                 path, saved);
+}
+
+// The model as a checkpoint describes it.
+static void config_from_file(const char *path) {
+    Config *c = &config;
+    SafeTensors *s = safetensors_open(path);
+    const char *arch = safetensors_meta(s, "arch"), *tie = safetensors_meta(s, "tie");
+    const char *theta = safetensors_meta(s, "rope_theta");
+    long length = meta_number(s, path, "seq"), trained = meta_number(s, path, "trained_seq");
+    if (arch) {
+        if (strcmp(arch, "llama") != 0 && strcmp(arch, "gpt2") != 0)
+            fail_all(EXIT_USAGE, "%s: its metadata says arch = %s; known: %s", path, arch, ARCHS);
+        int saved = strcmp(arch, "llama") == 0 ? ARCH_LLAMA : ARCH_GPT2;
+        if (c->arch != NOT_GIVEN && c->arch != saved)
+            fail_all(EXIT_USAGE, "--arch %s: %s holds another model; nearest: %s", flag_choice(ARCHS, c->arch),
+                     path, arch);
+        c->arch = saved;
+    }
+    for (size_t i = 0; i < LENGTH(model_settings); i++) take_setting(s, path, (int)i);
+    if (tie && c->tie && strcmp(tie, "1") != 0)
+        fail_all(EXIT_USAGE, "--tie: %s holds a model with a head of its own; leave the flag out", path);
+    if (tie) c->tie = strcmp(tie, "1") == 0;
+    if (theta && c->rope_theta == NOT_GIVEN) c->rope_theta = strtod(theta, NULL);
+    if (!(c->rope_theta == NOT_GIVEN || c->rope_theta >= 1))
+        fail_all(EXIT_USAGE, "%s: its metadata says rope_theta = %s", path, theta);
+    if (length) {
+        if (c->seq == NOT_GIVEN) c->seq = trained ? trained : length;
+        if (c->arch == ARCH_GPT2 && c->seq > length)
+            fail_all(EXIT_USAGE, "--seq %ld: longer than the position table of %s; nearest: %ld", c->seq, path,
+                     length);
+        c->positions = length;
+    }
+    safetensors_close(s);
+}
+
+// Sizes that are still open come from the preset.
+static void config_from_preset(void) {
+    Config *c = &config;
+    const Preset *p = &presets[c->model];
+    if (c->arch == NOT_GIVEN) c->arch = p->arch;
+    if (c->arch == (int)p->arch) c->tie |= p->tie;
+    // Where the preset ties one size to another, the ratio is kept: multi-head stays multi-head, 4·hidden stays so.
+    if (c->kv_heads == NOT_GIVEN && c->heads != NOT_GIVEN && p->kv_heads == p->heads) c->kv_heads = c->heads;
+    if (c->ffn == NOT_GIVEN && c->hidden != NOT_GIVEN && p->ffn % p->hidden == 0)
+        c->ffn = p->ffn / p->hidden * c->hidden;
+    const long value[] = {p->layers, p->heads, p->kv_heads, p->hidden, p->ffn, p->vocab};
+    for (size_t i = 0; i < LENGTH(model_settings); i++)
+        if (*model_settings[i].value == NOT_GIVEN && value[i] > 0) *model_settings[i].value = value[i];
+}
+
+// Refuses x where `step` does not divide it, and suggests the multiples of `step` on both sides of x.
+static void must_divide(const char *flag, long x, const char *by, long step) {
+    long below = x / step * step;
+    if (below == x) return;
+    if (below == 0)
+        fail_all(EXIT_USAGE, "--%s %ld: not a multiple of %s = %ld; nearest: %ld", flag, x, by, step, step);
+    fail_all(EXIT_USAGE, "--%s %ld: not a multiple of %s = %ld; nearest: %ld or %ld", flag, x, by, step, below,
+             below + step);
+}
+
+// Sizes are counted in 64 bits. What would not fit there is refused, in a dry run too, before it is multiplied.
+static void check_countable(const Config *c) {
+    double rows = (double)c->micro_batch * (double)c->seq, C = (double)c->hidden, F = (double)c->ffn;
+    double scores = (double)c->heads * (c->attention == ATTENTION_NAIVE ? (double)c->seq : 1);
+    double activations = rows * ((double)c->layers * (16 * C + 6 * F + scores) + 2 * (double)c->vocab);
+    double parameters =
+        (double)c->layers * C * (4 * C + 3 * F) + (2 * (double)c->vocab + (double)c->positions) * C;
+    double bytes = 4 * activations + 20 * parameters;
+    if (bytes > 1e18)
+        fail_all(EXIT_USAGE,
+                 "--layers %ld --hidden %ld --micro-batch %ld --seq %ld: a rank would need %.1e GB; nearest: "
+                 "smaller",
+                 c->layers, c->hidden, c->micro_batch, c->seq, bytes * 1e-9);
+    double tokens = rows * (double)c->accum * (double)c->dp;
+    if (tokens > 1e18)
+        fail_all(EXIT_USAGE, "--micro-batch %ld --accum %ld --dp %ld: %.1e tokens a step; nearest: fewer",
+                 c->micro_batch, c->accum, c->dp, tokens);
+}
+
+// Derives what follows and refuses what cannot be, for this many ranks.
+static void config_check(Config *c, long world) {
+    if (c->dp == NOT_GIVEN) c->dp = world;
+    if (c->dp != world)
+        fail_all(EXIT_USAGE, "--dp %ld: the run has %ld rank%s; nearest: %ld", c->dp, world,
+                 world == 1 ? "" : "s", world);
+    check_countable(c);
+    must_divide("hidden", c->hidden, "--heads", c->heads);
+    must_divide("heads", c->heads, "--kv-heads", c->kv_heads);
+    if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
+        fail_all(EXIT_USAGE, "--hidden %ld: %ld channels a head cannot be paired for rotation; nearest: %ld",
+                 c->hidden, c->hidden / c->heads, c->hidden + c->heads);
+    if (c->arch == ARCH_GPT2) c->tie = true;
+    if (c->arch == ARCH_LLAMA) c->positions = 0;
+    c->padded_vocab = (c->vocab + 63) / 64 * 64;
+    if (c->min_lr == NOT_GIVEN) c->min_lr = c->lr / 10;
+    if (c->min_lr > c->lr)
+        fail_all(EXIT_USAGE, "--min-lr %g: above --lr %g; nearest: %g", c->min_lr, c->lr, c->lr);
+    if (c->batch_tokens != NOT_GIVEN) {
+        long micro = c->micro_batch * c->seq * c->dp;
+        must_divide("batch-tokens", c->batch_tokens, "micro-batch · seq · ranks", micro);
+        if (flag_given(&config.accum) && c->accum != c->batch_tokens / micro)
+            fail_all(EXIT_USAGE, "--accum %ld: --batch-tokens %ld needs %ld; give one of the two", c->accum,
+                     c->batch_tokens, c->batch_tokens / micro);
+        c->accum = c->batch_tokens / micro;
+    }
+    c->global_batch = c->micro_batch * c->accum * c->dp;
+    if (c->save_every && !c->save) fail_all(EXIT_USAGE, "--save-every %ld: needs --save DIR", c->save_every);
+    if (c->init && c->resume)
+        fail_all(EXIT_USAGE, "--init %s: --resume brings its own weights; give one of the two", c->init);
+    if (c->json && !c->dry_run) fail_all(EXIT_USAGE, "--json: goes with --dry-run");
+}
+
+static Data *train_data, *val_data;
+
+// What is legal but does nothing is said, so that nobody waits for an effect.
+static void say_without_effect(const Config *c) {
+    bool bf16_build = sizeof(floatX) == 2;
+    if (c->recompute == RECOMPUTE_SELECTIVE && c->attention == ATTENTION_FLASH)
+        say("--recompute selective changes nothing: flash attention already computes the scores again");
+    if (c->grad_accum_fp32 && !bf16_build)
+        say("--grad-accum-fp32 changes nothing: this build's gradients are fp32");
+    if (c->arch == ARCH_GPT2 && flag_given(&config.rope_theta))
+        say("--rope-theta changes nothing: gpt2 learns its positions");
+    if (flag_given(&config.keep) && !c->save) say("--keep changes nothing: no --save");
+    if (flag_given(&config.eval_batches) && !val_data)
+        say("--eval-batches changes nothing: no validation data");
+    if (flag_given(&config.matmul) && bf16_build) say("--matmul changes nothing: this build's values are bf16");
+}
+
+// =====================================================================================================================
+// Data
+// =====================================================================================================================
+
+// Opens what --data and --val name. A text without --val holds out its last tenth, if that is a window long.
+static void open_data(Config *c) {
+    static char *repository[] = {REPOSITORY_TEXT};
+    if (c->dry_run && !c->data.count) { // nothing is read
+        if (c->vocab == NOT_GIVEN) c->vocab = 256;
+        return;
+    }
+    FlagFiles files = c->data.count ? c->data : (FlagFiles){repository, 1};
+    size_t T = (size_t)c->seq;
+    uint64_t seed = (uint64_t)c->seed;
+    train_data = data_open(files.path, files.count, T, seed, DATA_ALL);
+    if (c->vocab == NOT_GIVEN) c->vocab = data_vocab(train_data);
+    if (c->val.count) {
+        val_data = data_open(c->val.path, c->val.count, T, seed, DATA_ALL);
+        if (data_vocab(val_data) != data_vocab(train_data))
+            fail_all(
+                EXIT_USAGE,
+                "--val %s: another kind of tokens than those of --data; both must be texts, or alike shards",
+                c->val.path[0]);
+    } else if (data_vocab(train_data) == 256 && data_tokens(train_data) / 10 > T) {
+        data_close(train_data);
+        train_data = data_open(files.path, files.count, T, seed, DATA_FIRST_NINE_TENTHS);
+        val_data = data_open(files.path, files.count, T, seed, DATA_LAST_TENTH);
+    }
+    if (!val_data && c->eval_every) fail_all(EXIT_USAGE, "--eval-every %ld: needs --val FILE", c->eval_every);
+}
+
+static void check_data(const Config *c) {
+    if (!train_data || data_windows(train_data) >= (uint64_t)c->global_batch) return;
+    fail_all(
+        EXIT_USAGE,
+        "--data %s: %llu sequences of %ld tokens, one step takes %ld; nearest: fewer --micro-batch or --accum",
+        c->data.count ? c->data.path[0] : REPOSITORY_TEXT, (unsigned long long)data_windows(train_data), c->seq,
+        c->global_batch);
+}
+
+// =====================================================================================================================
+// Parameters: a table of names and shapes, laid out in buckets
+// =====================================================================================================================
+
+// Channels, channels of all query and of all key/value heads, channels in the MLP, vocabulary, positions.
+typedef enum { DIM_NONE, DIM_C, DIM_Q, DIM_KV, DIM_F, DIM_V, DIM_P } Dim;
+enum { GPT2 = 1 << ARCH_GPT2, LLAMA = 1 << ARCH_LLAMA, BOTH = GPT2 | LLAMA };
+#define STD          0.02f // of initial weights, as GPT-2 has it
+#define STD_RESIDUAL -2    // STD / √(2L): what is added to the residual stream 2L times
+#define ONES         -1
+
+typedef struct {
+    const char *name;
+    Dim rows, cols;
+    Split split;
+    float init;
+    int archs;
+    size_t
+        place; // where in Block (or Ends) its address goes; the first of a fused set has the place of the set
+} ParamSpec;
+
+#define FUSED           SIZE_MAX // continues the matrix of the parameter before it
+#define AT(type, field) offsetof(type, field)
+// clang-format off
+static const ParamSpec embedding_params[] = {
+    {"wte.weight", DIM_V, DIM_C, SPLIT_ROWS, STD, BOTH, AT(Ends, wte)},
+    {"wpe.weight", DIM_P, DIM_C, SPLIT_NONE, STD, GPT2, AT(Ends, wpe)},
+};
+static const ParamSpec block_params[] = {
+    {"norm1.weight",         DIM_C,  DIM_NONE, SPLIT_NONE,     ONES,         BOTH,  AT(Block, norm1_weight)},
+    {"norm1.bias",           DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, norm1_bias)},
+    {"attention.q.weight",   DIM_Q,  DIM_C,    SPLIT_HEADS,    STD,          BOTH,  AT(Block, qkv_weight)},
+    {"attention.k.weight",   DIM_KV, DIM_C,    SPLIT_KV_HEADS, STD,          BOTH,  FUSED},
+    {"attention.v.weight",   DIM_KV, DIM_C,    SPLIT_KV_HEADS, STD,          BOTH,  FUSED},
+    {"attention.q.bias",     DIM_Q,  DIM_NONE, SPLIT_HEADS,    0,            GPT2,  AT(Block, qkv_bias)},
+    {"attention.k.bias",     DIM_KV, DIM_NONE, SPLIT_KV_HEADS, 0,            GPT2,  FUSED},
+    {"attention.v.bias",     DIM_KV, DIM_NONE, SPLIT_KV_HEADS, 0,            GPT2,  FUSED},
+    {"attention.out.weight", DIM_C,  DIM_Q,    SPLIT_COLUMNS,  STD_RESIDUAL, BOTH,  AT(Block, out_weight)},
+    {"attention.out.bias",   DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, out_bias)},
+    {"norm2.weight",         DIM_C,  DIM_NONE, SPLIT_NONE,     ONES,         BOTH,  AT(Block, norm2_weight)},
+    {"norm2.bias",           DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, norm2_bias)},
+    {"mlp.gate.weight",      DIM_F,  DIM_C,    SPLIT_ROWS,     STD,          LLAMA, AT(Block, up_weight)},
+    {"mlp.up.weight",        DIM_F,  DIM_C,    SPLIT_ROWS,     STD,          LLAMA, FUSED},
+    {"mlp.up.weight",        DIM_F,  DIM_C,    SPLIT_ROWS,     STD,          GPT2,  AT(Block, up_weight)},
+    {"mlp.up.bias",          DIM_F,  DIM_NONE, SPLIT_ROWS,     0,            GPT2,  AT(Block, up_bias)},
+    {"mlp.down.weight",      DIM_C,  DIM_F,    SPLIT_COLUMNS,  STD_RESIDUAL, BOTH,  AT(Block, down_weight)},
+    {"mlp.down.bias",        DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, down_bias)},
+};
+static const ParamSpec head_params[] = {
+    {"norm.weight", DIM_C, DIM_NONE, SPLIT_NONE, ONES, BOTH, AT(Ends, norm_weight)},
+    {"norm.bias",   DIM_C, DIM_NONE, SPLIT_NONE, 0,    GPT2, AT(Ends, norm_bias)},
+    {"head.weight", DIM_V, DIM_C,    SPLIT_ROWS, STD,  BOTH, AT(Ends, head_weight)}, // last: left out when tied
+};
+// clang-format on
+
+static size_t dim_size(const Config *c, Dim d) {
+    const long size[] = {[DIM_NONE] = 1,        [DIM_C] = c->hidden,
+                         [DIM_Q] = c->hidden,   [DIM_KV] = c->hidden / c->heads * c->kv_heads,
+                         [DIM_F] = c->ffn,      [DIM_V] = c->vocab,
+                         [DIM_P] = c->positions};
+    return (size_t)size[d];
+}
+
+// Appends one bucket and its parameters to the tables; prefix is "" or "blocks.3.".
+static void add_bucket(Model *m, const char *name, const char *prefix, const ParamSpec *spec, size_t n) {
+    const Config *c = &m->config;
+    Bucket *b = &m->bucket[m->n_buckets];
+    snprintf(b->name, sizeof b->name, "%s", name);
+    b->first_param = m->n_params;
+    for (size_t i = 0; i < n; i++) {
+        if (!(spec[i].archs & 1 << c->arch)) continue;
+        Param *p = &m->param[m->n_params++];
+        snprintf(p->name, sizeof p->name, "%s%s", prefix, spec[i].name);
+        p->ndim = spec[i].cols == DIM_NONE ? 1 : 2;
+        p->rows = dim_size(c, spec[i].rows);
+        p->cols = dim_size(c, spec[i].cols);
+        p->padded_rows = spec[i].rows == DIM_V ? (size_t)c->padded_vocab : p->rows;
+        p->split = spec[i].split;
+        p->init = spec[i].init == STD_RESIDUAL ? STD / sqrtf(2 * (float)c->layers) : spec[i].init;
+        p->bucket = m->n_buckets;
+        p->offset = b->count;
+        p->place = spec[i].place;
+        b->count += p->padded_rows * p->cols;
+        m->parameters += p->rows * p->cols;
+    }
+    b->n_params = m->n_params - b->first_param;
+    m->n_buckets++;
+}
+
+// The tables of parameters and buckets: sizes only, no memory for their values yet.
+static void model_layout(Model *m) {
+    const Config *c = &m->config;
+    size_t L = (size_t)c->layers;
+    m->param =
+        host_alloc(LENGTH(embedding_params) + L * LENGTH(block_params) + LENGTH(head_params), sizeof(Param));
+    m->bucket = host_alloc(L + 2, sizeof(Bucket));
+    add_bucket(m, "embedding", "", embedding_params, LENGTH(embedding_params));
+    for (size_t l = 0; l < L; l++) {
+        char name[32], prefix[32];
+        snprintf(name, sizeof name, "block %zu", l);
+        snprintf(prefix, sizeof prefix, "blocks.%zu.", l);
+        add_bucket(m, name, prefix, block_params, LENGTH(block_params));
+    }
+    add_bucket(m, "head", "", head_params, LENGTH(head_params) - (c->tie ? 1 : 0));
+    for (int i = 0; i < m->n_buckets; i++) {
+        Bucket *b = &m->bucket[i];
+        b->decay = host_alloc(2 * (size_t)b->n_params, sizeof(size_t));
+        for (const Param *p = m->param + b->first_param; p < m->param + b->first_param + b->n_params; p++) {
+            if (p->ndim == 1) continue;
+            b->decay[2 * b->n_decay] = p->offset;
+            b->decay[2 * b->n_decay++ + 1] = p->offset + p->padded_rows * p->cols;
+        }
+    }
+    m->norm_forward = c->arch == ARCH_GPT2 ? layernorm_forward : rmsnorm_forward;
+    m->norm_backward = c->arch == ARCH_GPT2 ? layernorm_backward : rmsnorm_backward;
+    m->act_forward = c->arch == ARCH_GPT2 ? gelu_forward : swiglu_forward;
+    m->act_backward = c->arch == ARCH_GPT2 ? gelu_backward : swiglu_backward;
+}
+
+// An initial value is a function of (seed, parameter, element): every layout starts from the same model.
+static uint64_t mix(uint64_t x) { // the finaliser of splitmix64 (Steele et al. 2014)
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+static uint64_t name_hash(const char *name) { // FNV-1a
+    uint64_t h = 0xcbf29ce484222325u;
+    for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3u;
+    return h;
+}
+
+static double uniform(uint64_t stream, uint64_t i) { // in (0, 1)
+    return ((double)(mix(mix(stream + 0x9e3779b97f4a7c15u) + i * 0x9e3779b97f4a7c15u) >> 11) + 0.5) * 0x1p-53;
+}
+
+static float initial_value(const Param *p, uint64_t stream, size_t i) {
+    if (p->init <= 0) return -p->init;
+    double u = uniform(stream, 2 * i), v = uniform(stream, 2 * i + 1);
+    return (float)(p->init * sqrt(-2 * log(u)) * cos(2 * M_PI * v)); // Box-Muller
+}
+
+// Writes a whole parameter from fp32 values on the host: [rows, cols]. The vocabulary's padding stays zero.
+static void set_param(Model *m, const Param *p, const float *value) {
+    Bucket *b = &m->bucket[p->bucket];
+    size_t n = p->rows * p->cols;
+    if (b->master) device_copy_in(b->master + p->offset, value, n * sizeof(float));
+    floatX *rounded = host_alloc(n, sizeof(floatX));
+#pragma omp parallel for
+    for (size_t i = 0; i < n; i++) rounded[i] = to_floatX(value[i]);
+    device_copy_in(b->weight + p->offset, rounded, n * sizeof(floatX));
+    free(rounded);
+}
+
+static void init_params(Model *m) {
+    for (int i = 0; i < m->n_params; i++) {
+        const Param *p = &m->param[i];
+        uint64_t stream = mix((uint64_t)m->config.seed) ^ name_hash(p->name);
+        size_t n = p->rows * p->cols;
+        float *value = host_alloc(n, sizeof(float));
+#pragma omp parallel for
+        for (size_t j = 0; j < n; j++) value[j] = initial_value(p, stream, j);
+        set_param(m, p, value);
+        free(value);
+    }
+}
+
+// =====================================================================================================================
+// Memory: all that a step needs, reserved before the first one
+// =====================================================================================================================
+
+// Points a Block or Ends, of weights or of gradients, into the buckets.
+static void place_params(Model *m) {
+    for (int i = 0; i < m->n_params; i++) {
+        const Param *p = &m->param[i];
+        if (p->place == FUSED) continue;
+        const Bucket *b = &m->bucket[p->bucket];
+        bool ends = p->bucket == 0 || p->bucket == m->n_buckets - 1;
+        char *w = ends ? (char *)&m->ends : (char *)&m->block[p->bucket - 1];
+        char *d = ends ? (char *)&m->d_ends : (char *)&m->d_block[p->bucket - 1];
+        *(floatX **)(w + p->place) = b->weight + p->offset;
+        *(floatX **)(d + p->place) = b->grad + p->offset;
+    }
+    if (m->config.tie) {
+        m->ends.head_weight = m->ends.wte;
+        m->d_ends.head_weight = m->d_ends.wte;
+    }
+}
+
+static floatX *alloc_x(MemCategory category, size_t n) {
+    return device_alloc(category, n * sizeof(floatX));
+}
+
+static float *alloc_f(MemCategory category, size_t n) {
+    return device_alloc(category, n * sizeof(float));
+}
+
+// Sizes of one block, as its functions use them: rows, channels, and the widths of qkv and of the MLP's input.
+typedef struct {
+    size_t N, C, H, KV, D, F, QKV, U;
+} BlockSize;
+
+static BlockSize block_size(const Model *m) {
+    const Config *c = &m->config;
+    size_t C = (size_t)c->hidden, D = C / (size_t)c->heads, F = (size_t)c->ffn;
+    return (BlockSize){.N = m->B * m->T,
+                       .C = C,
+                       .H = (size_t)c->heads,
+                       .KV = (size_t)c->kv_heads,
+                       .D = D,
+                       .F = F,
+                       .QKV = C + 2 * D * (size_t)c->kv_heads,
+                       .U = c->arch == ARCH_LLAMA ? 2 * F : F};
+}
+
+static AttentionShape attention_shape(const Model *m) {
+    BlockSize s = block_size(m);
+    return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.C, true};
+}
+
+// What blocks keep. Recomputation shares: under `full` all blocks write one set of buffers, which the backward fills again
+// from the block's own x; under `selective` all write one attention matrix.
+static void reserve_activations(Model *m) {
+    const Config *c = &m->config;
+    BlockSize s = block_size(m);
+    MemCategory cat = MEM_ACTIVATIONS;
+    for (long l = 0; l < c->layers; l++) {
+        Activations *a = &m->acts[l];
+        if (l > 0) *a = m->acts[0];
+        if (l == 0 || c->recompute != RECOMPUTE_FULL) {
+            if (c->arch == ARCH_GPT2) a->mean1 = alloc_f(cat, s.N), a->mean2 = alloc_f(cat, s.N);
+            a->rstd1 = alloc_f(cat, s.N);
+            a->h1 = alloc_x(cat, s.N * s.C);
+            a->qkv = alloc_x(cat, s.N * s.QKV);
+            if (c->attention == ATTENTION_FLASH) a->lse = alloc_f(cat, s.N * s.H);
+            a->o = alloc_x(cat, s.N * s.C);
+            a->x_mid = alloc_x(cat, s.N * s.C);
+            a->rstd2 = alloc_f(cat, s.N);
+            a->h2 = alloc_x(cat, s.N * s.C);
+            a->up = alloc_x(cat, s.N * s.U);
+            a->act = alloc_x(cat, s.N * s.F);
+        }
+        if (c->attention == ATTENTION_NAIVE && (l == 0 || c->recompute == RECOMPUTE_NONE))
+            a->probs = alloc_x(cat, s.N * s.H * m->T);
+        a->x = alloc_x(cat, s.N * s.C);
+    }
+    Activations *head = &m->acts[c->layers];
+    if (c->arch == ARCH_GPT2) head->mean1 = alloc_f(cat, s.N);
+    head->rstd1 = alloc_f(cat, s.N);
+    head->h1 = alloc_x(cat, s.N * s.C);
+    head->x = alloc_x(cat, s.N * s.C);
+}
+
+static size_t largest(size_t n, const size_t *x) {
+    size_t best = 0;
+    for (size_t i = 0; i < n; i++)
+        if (x[i] > best) best = x[i];
+    return best;
+}
+
+static void model_reserve(Model *m) {
+    const Config *c = &m->config;
+    m->B = (size_t)c->micro_batch;
+    m->T = (size_t)c->seq;
+    BlockSize s = block_size(m);
+    size_t Vp = (size_t)c->padded_vocab, bucket = 0;
+    for (int i = 0; i < m->n_buckets; i++)
+        if (m->bucket[i].count > bucket) bucket = m->bucket[i].count;
+
+    dp_reserve(m);
+    place_params(m);
+    reserve_activations(m);
+    for (int i = 0; i < 2; i++) { // only the residual stream's gradient of two blocks is needed at once
+        OutputGrads *d = &m->dout[i];
+        if (i > 0) *d = m->dout[0];
+        d->down = alloc_x(MEM_DOUT, s.N * s.C);
+        if (i > 0) continue;
+        d->up = alloc_x(MEM_DOUT, s.N * s.U);
+        d->out = alloc_x(MEM_DOUT, s.N * s.C);
+        d->qkv = alloc_x(MEM_DOUT, s.N * s.QKV);
+    }
+    m->logits = alloc_x(MEM_LOGITS, s.N * Vp);
+    m->losses = alloc_f(MEM_LOGITS, s.N);
+    m->temp_c = alloc_x(MEM_WORKSPACE, s.N * s.C);
+    m->temp_f = alloc_x(MEM_WORKSPACE, s.N * s.F);
+    m->tokens = device_alloc(MEM_WORKSPACE, s.N * sizeof(int32_t));
+    m->targets = device_alloc(MEM_WORKSPACE, s.N * sizeof(int32_t));
+    m->positions = device_alloc(MEM_WORKSPACE, m->T * sizeof(int32_t));
+    if (c->arch == ARCH_LLAMA) m->rope = alloc_f(MEM_WORKSPACE, m->T * s.D);
+    const size_t workspace[] = {matmul_workspace(s.N, s.C, s.QKV),
+                                matmul_workspace(s.N, s.C, s.C),
+                                matmul_workspace(s.N, s.C, s.U),
+                                matmul_workspace(s.N, s.F, s.C),
+                                matmul_workspace(s.N, s.C, Vp),
+                                norm_backward_workspace(s.N, s.C),
+                                embedding_backward_workspace(m->B, m->T, s.C, (size_t)c->vocab),
+                                c->attention == ATTENTION_FLASH ? flash_attention_workspace(attention_shape(m))
+                                                                : naive_attention_workspace(attention_shape(m)),
+                                grad_norm_workspace(bucket)};
+    m->workspace = device_alloc(MEM_WORKSPACE, largest(LENGTH(workspace), workspace));
+}
+
+// =====================================================================================================================
+// A block: F, I and W
+// =====================================================================================================================
+
+static void attention_forward(const Model *m, const Activations *a) {
+    BlockSize s = block_size(m);
+    const floatX *q = a->qkv, *k = q + s.C, *v = k + s.KV * s.D;
+    if (a->probs)
+        naive_attention_forward(a->o, a->probs, q, k, v, attention_shape(m), m->workspace);
+    else
+        flash_attention_forward(a->o, a->lse, q, k, v, attention_shape(m), m->workspace);
+}
+
+// do_ [N, C] is the gradient of a->o; dqkv [N, (H+2KV)·D] is written.
+static void attention_backward(const Model *m, const Activations *a, floatX *dqkv, const floatX *do_) {
+    BlockSize s = block_size(m);
+    size_t k = s.C, v = k + s.KV * s.D;
+    if (a->probs)
+        naive_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a->probs, a->qkv, a->qkv + k, a->qkv + v,
+                                 attention_shape(m), m->workspace);
+    else
+        flash_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a->o, a->lse, a->qkv, a->qkv + k, a->qkv + v,
+                                 attention_shape(m), m->workspace);
+}
+
+// acts[l].x -> acts[l + 1].x
+static void block_forward(Model *m, long l) {
+    BlockSize s = block_size(m);
+    const Block *w = &m->block[l];
+    Activations *a = &m->acts[l];
+    floatX *y = m->temp_c; // what attention, then the MLP, adds to the residual stream
+
+    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, w->norm1_weight, w->norm1_bias, s.N, s.C);
+    matmul_forward(a->qkv, a->h1, w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV, m->workspace);
+    if (m->rope) rope_forward(a->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
+    attention_forward(m, a);
+    matmul_forward(y, a->o, w->out_weight, w->out_bias, s.N, s.C, s.C, m->workspace);
+
+    m->norm_forward(a->h2, a->mean2, a->rstd2, a->x_mid, a->x, y, w->norm2_weight, w->norm2_bias, s.N, s.C);
+    matmul_forward(a->up, a->h2, w->up_weight, w->up_bias, s.N, s.C, s.U, m->workspace);
+    m->act_forward(a->act, a->up, s.N, s.F);
+    matmul_forward(y, a->act, w->down_weight, w->down_bias, s.N, s.F, s.C, m->workspace);
+    residual_forward(m->acts[l + 1].x, a->x_mid, y, s.N * s.C);
+}
+
+// The same lines from the last to the first. Norms' and biases' gradients are taken on the way.
+static void block_backward_input(Model *m, long l) {
+    BlockSize s = block_size(m);
+    const Block *w = &m->block[l], *dw = &m->d_block[l];
+    const Activations *a = &m->acts[l];
+    const OutputGrads *d = &m->dout[l & 1];
+    floatX *dx = m->dout[(l - 1) & 1].down;
+    floatX *dact = m->temp_f, *dh = m->temp_c; // gradients of act, and of h2, o, h1 in turn
+    bool biases = m->config.arch == ARCH_GPT2;
+
+    matmul_backward_input(dact, d->down, w->down_weight, s.N, s.F, s.C, m->workspace);
+    m->act_backward(d->up, dact, a->up, s.N, s.F);
+    matmul_backward_input(dh, d->up, w->up_weight, s.N, s.C, s.U, m->workspace);
+    m->norm_backward(d->out, dw->norm2_weight, dw->norm2_bias, dh, d->down, a->x_mid, w->norm2_weight, a->mean2,
+                     a->rstd2, s.N, s.C, m->workspace);
+
+    matmul_backward_input(dh, d->out, w->out_weight, s.N, s.C, s.C, m->workspace);
+    attention_backward(m, a, d->qkv, dh);
+    if (m->rope) rope_backward(d->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
+    matmul_backward_input(dh, d->qkv, w->qkv_weight, s.N, s.C, s.QKV, m->workspace);
+    m->norm_backward(dx, dw->norm1_weight, dw->norm1_bias, dh, d->out, a->x, w->norm1_weight, a->mean1,
+                     a->rstd1, s.N, s.C, m->workspace);
+
+    if (!biases) return;
+    matmul_backward_bias(dw->down_bias, d->down, s.N, s.C, m->workspace);
+    matmul_backward_bias(dw->up_bias, d->up, s.N, s.U, m->workspace);
+    matmul_backward_bias(dw->out_bias, d->out, s.N, s.C, m->workspace);
+    matmul_backward_bias(dw->qkv_bias, d->qkv, s.N, s.QKV, m->workspace);
+}
+
+// Four products of what F and I left behind; no weights needed.
+static void block_backward_weight(Model *m, long l) {
+    BlockSize s = block_size(m);
+    const Block *dw = &m->d_block[l];
+    const Activations *a = &m->acts[l];
+    const OutputGrads *d = &m->dout[l & 1];
+    matmul_backward_weight(dw->down_weight, d->down, a->act, s.N, s.F, s.C, m->workspace);
+    matmul_backward_weight(dw->up_weight, d->up, a->h2, s.N, s.C, s.U, m->workspace);
+    matmul_backward_weight(dw->out_weight, d->out, a->o, s.N, s.C, s.C, m->workspace);
+    matmul_backward_weight(dw->qkv_weight, d->qkv, a->h1, s.N, s.C, s.QKV, m->workspace);
+}
+
+// What the forward did not keep is computed again, by the same code, into the same buffers.
+static void block_recompute(Model *m, long l) {
+    if (m->config.recompute == RECOMPUTE_FULL) block_forward(m, l);
+    if (m->config.recompute == RECOMPUTE_SELECTIVE && m->config.attention == ATTENTION_NAIVE)
+        attention_forward(m, &m->acts[l]);
+}
+
+// =====================================================================================================================
+// The model: embedding, blocks, head
+// =====================================================================================================================
+
+// The head's F: final norm, logits, the loss of each row; with dloss ≠ 0 the logits become their own gradient at once.
+static void head_forward(Model *m, float dloss) {
+    BlockSize s = block_size(m);
+    Activations *a = &m->acts[m->config.layers];
+    size_t Vp = (size_t)m->config.padded_vocab;
+    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, m->ends.norm_weight, m->ends.norm_bias, s.N,
+                    s.C);
+    matmul_forward(m->logits, a->h1, m->ends.head_weight, NULL, s.N, s.C, Vp, m->workspace);
+    cross_entropy_forward_backward(m->losses, m->logits, m->targets, dloss, s.N, (size_t)m->config.vocab, Vp);
+}
+
+static void head_backward_input(Model *m) {
+    BlockSize s = block_size(m);
+    const Activations *a = &m->acts[m->config.layers];
+    floatX *dh = m->temp_c, *dx = m->dout[(m->config.layers - 1) & 1].down;
+    matmul_backward_input(dh, m->logits, m->ends.head_weight, s.N, s.C, (size_t)m->config.padded_vocab,
+                          m->workspace);
+    m->norm_backward(dx, m->d_ends.norm_weight, m->d_ends.norm_bias, dh, NULL, a->x, m->ends.norm_weight,
+                     a->mean1, a->rstd1, s.N, s.C, m->workspace);
+}
+
+static void head_backward_weight(Model *m) {
+    BlockSize s = block_size(m);
+    matmul_backward_weight(m->d_ends.head_weight, m->logits, m->acts[m->config.layers].h1, s.N, s.C,
+                           (size_t)m->config.padded_vocab, m->workspace);
+}
+
+// F of the whole model on the micro-batch in m->tokens. Returns the sum of the losses of its rows.
+static double model_forward(Model *m, float dloss) {
+    embedding_forward(m->acts[0].x, m->tokens, m->ends.wte, m->ends.wpe, m->positions, m->B, m->T,
+                      (size_t)m->config.hidden);
+    for (long l = 0; l < m->config.layers; l++) block_forward(m, l);
+    head_forward(m, dloss);
+    double sum = 0;
+    float *losses = m->host_losses;
+    device_copy_out(losses, m->losses, m->B * m->T * sizeof(float));
+    for (size_t i = 0; i < m->B * m->T; i++) sum += losses[i];
+    return sum;
+}
+
+// I and W of the whole model, from the logits' gradient that model_forward left.
+static void model_backward(Model *m) {
+    head_backward_input(m);
+    head_backward_weight(m);
+    for (long l = m->config.layers - 1; l >= 0; l--) {
+        block_recompute(m, l);
+        block_backward_input(m, l);
+        block_backward_weight(m, l);
+    }
+    embedding_backward(m->d_ends.wte, m->d_ends.wpe, m->dout[1].down, m->tokens, m->positions, m->B, m->T,
+                       (size_t)m->config.hidden, (size_t)m->config.vocab, m->workspace);
+}
+
+// =====================================================================================================================
+// One training step
+// =====================================================================================================================
+
+// Global positions of the local tokens, and the rotary angles that follow.
+static void set_positions(Model *m) {
+    int32_t *position = host_alloc(m->T, sizeof(int32_t));
+    for (size_t t = 0; t < m->T; t++) position[t] = (int32_t)t;
+    device_copy_in(m->positions, position, m->T * sizeof(int32_t));
+    if (m->rope) rope_table(m->rope, m->positions, m->T, block_size(m).D, (float)m->config.rope_theta);
+    free(position);
+}
+
+// Row b of the micro-batch becomes window [T + 1]: its first T tokens are inputs, its last T their targets.
+static void set_row(Model *m, size_t b, const int32_t *window) {
+    memcpy(m->host_tokens + b * m->T, window, m->T * sizeof(int32_t));
+    memcpy(m->host_targets + b * m->T, window + 1, m->T * sizeof(int32_t));
+}
+
+static void send_rows(Model *m) {
+    device_copy_in(m->tokens, m->host_tokens, m->B * m->T * sizeof(int32_t));
+    device_copy_in(m->targets, m->host_targets, m->B * m->T * sizeof(int32_t));
+}
+
+// Sequence i of the global batch goes to micro-batch i / (B · ranks), there to rank i / B mod ranks, row i mod B.
+static void load_micro_batch(Model *m, long step, long micro) {
+    const Config *c = &m->config;
+    const Comm *dp = m->grid.dp;
+    for (size_t b = 0; b < m->B; b++) {
+        uint64_t i = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank) * m->B + b;
+        data_train_sequence(train_data, (uint64_t)step * (uint64_t)c->global_batch + i, (int)c->vocab,
+                            m->window);
+        set_row(m, b, m->window);
+    }
+    send_rows(m);
+}
+
+static double learning_rate(const Config *c, long step) {
+    if (step < c->warmup) return c->lr * (double)(step + 1) / (double)c->warmup;
+    if (step >= c->steps) return c->min_lr;
+    double progress = (double)(step - c->warmup) / (double)(c->steps - c->warmup);
+    return c->min_lr + 0.5 * (c->lr - c->min_lr) * (1 + cos(M_PI * progress));
+}
+
+static volatile sig_atomic_t stop_signal; // SIGUSR1 or SIGTERM: finish the step, save, end
+
+static void on_signal(int signal_number) {
+    stop_signal = signal_number;
+}
+
+typedef struct {
+    double loss, grad_norm; // of the global batch; the norm before clipping
+    bool stop;              // some rank was told to end
+} StepResult;
+
+static StepResult train_step(Model *m, long step) {
+    const Config *c = &m->config;
+    double tokens = (double)c->global_batch * (double)c->seq;
+    enum { LOSS, STOP, SUMS };
+    double sums[SUMS] = {0, 0};
+
+    dp_clear_gradients(m);
+    for (long micro = 0; micro < c->accum; micro++) {
+        load_micro_batch(m, step, micro);
+        sums[LOSS] += model_forward(m, (float)(1 / tokens));
+        model_backward(m);
+        dp_accumulate_gradients(m);
+    }
+    dp_reduce_gradients(m);
+    sums[STOP] = stop_signal != 0;
+    comm_wait(comm_all_reduce(m->grid.world, sums, SUMS, DTYPE_F64));
+
+    StepResult r = {.loss = sums[LOSS] / tokens, .grad_norm = dp_grad_norm(m), .stop = sums[STOP] > 0};
+    if (!isfinite(r.loss) || !isfinite(r.grad_norm))
+        fail_all(EXIT_RUNTIME, "step %ld: the loss is %g, the gradient's norm %g; nothing is saved", step + 1,
+                 r.loss, r.grad_norm);
+    dp_optimizer_step(m, r.grad_norm, (OptimizerStep){.lr = (float)learning_rate(c, step), .step = step + 1});
+    return r;
+}
+
+// =====================================================================================================================
+// Evaluation and sampling: F alone; nothing of the training state changes, and their work is not counted
+// =====================================================================================================================
+
+// Mean loss over the first --eval-batches global batches of the validation set, or all of it where that is less. Rows
+// beyond its end have no targets.
+static double evaluate(Model *m) {
+    const Config *c = &m->config;
+    Comm *dp = m->grid.dp;
+    uint64_t n = data_windows(val_data), most = (uint64_t)c->eval_batches * (uint64_t)c->global_batch;
+    if (n > most) n = most;
+    KernelFlops trained = kernel_flops;
+    double sum = 0;
+    for (uint64_t first = 0; first < n; first += (uint64_t)dp->size * m->B) {
+        for (size_t b = 0; b < m->B; b++) {
+            uint64_t w = first + (uint64_t)dp->rank * m->B + b;
+            data_window(val_data, w < n ? w : 0, (int)c->vocab, m->window);
+            set_row(m, b, m->window);
+            if (w >= n) memset(m->host_targets + b * m->T, 0xff, m->T * sizeof(int32_t));
+        }
+        send_rows(m);
+        sum += model_forward(m, 0);
+    }
+    kernel_flops = trained;
+    return comm_sum(dp, sum) / ((double)n * (double)c->seq);
+}
+
+// Draws from softmax(logits) with u in (0, 1).
+static int32_t draw(const floatX *logits, long V, double u) {
+    float most = -INFINITY;
+    double total = 0, seen = 0;
+    for (long i = 0; i < V; i++) most = fmaxf(most, to_float(logits[i]));
+    for (long i = 0; i < V; i++) total += exp(to_float(logits[i]) - most);
+    for (long i = 0; i < V; i++) {
+        seen += exp(to_float(logits[i]) - most);
+        if (seen >= u * total) return (int32_t)i;
+    }
+    return (int32_t)V - 1;
+}
+
+// Writes `count` tokens of the model's own, each drawn from the distribution after the last T. Every rank draws the same.
+static void sample(Model *m, long count, long step) {
+    const Config *c = &m->config;
+    size_t B = m->B, T = m->T, V = (size_t)c->vocab;
+    bool text = V == 256;
+    int32_t *token = host_alloc((size_t)count + 1, sizeof(int32_t));
+    floatX *logits = host_alloc(V, sizeof(floatX));
+    char *out = host_alloc((size_t)count + 1, 12);
+    size_t length = 0;
+    token[0] = text ? '\n' : (int32_t)V - 1; // a text starts a line; GPT-2's last token is its end of text
+    KernelFlops trained = kernel_flops;
+    m->B = 1;
+    memset(m->host_targets, 0xff, T * sizeof(int32_t));
+    for (long i = 1; i <= count && !stop_signal; i++) {
+        m->T = (size_t)i < T ? (size_t)i : T;
+        memcpy(m->host_tokens, token + i - (long)m->T, m->T * sizeof(int32_t));
+        send_rows(m);
+        model_forward(m, 0);
+        device_copy_out(logits, m->logits + (m->T - 1) * (size_t)c->padded_vocab, V * sizeof(floatX));
+        token[i] = draw(logits, (long)V,
+                        uniform(mix((uint64_t)c->seed) ^ name_hash("sample") ^ (uint64_t)step, (uint64_t)i));
+        bool printable = (token[i] >= 32 && token[i] < 127) || token[i] == '\n' || token[i] == '\t';
+        length += (size_t)(text ? sprintf(out + length, "%c", printable ? token[i] : '?')
+                                : sprintf(out + length, "%d ", token[i]));
+    }
+    say("sample of %ld %s after step %ld:\n%s", count, text ? "bytes" : "tokens", step, out);
+    m->B = B;
+    m->T = T;
+    kernel_flops = trained;
+    free(token);
+    free(logits);
+    free(out);
+}
+
+// =====================================================================================================================
+// Checkpoints: which pieces this rank writes, and what describes the model
+// =====================================================================================================================
+
+enum { MAX_META = 16 };
+typedef struct {
+    Meta meta[MAX_META];
+    char value[MAX_META][32];
+    int n;
+} MetaList;
+
+static void add_meta(MetaList *list, const char *key, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+static void add_meta(MetaList *list, const char *key, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(list->value[list->n], sizeof list->value[0], format, args);
+    va_end(args);
+    list->meta[list->n] = (Meta){key, list->value[list->n]};
+    list->n++;
+}
+
+static void add_model_meta(MetaList *list, const Config *c) {
+    add_meta(list, "arch", "%s", flag_choice(ARCHS, c->arch));
+    for (size_t i = 0; i < LENGTH(model_settings); i++)
+        add_meta(list, model_settings[i].name, "%ld", *model_settings[i].value);
+    add_meta(list, "seq", "%ld", c->positions ? c->positions : c->seq);
+    add_meta(list, "trained_seq", "%ld", c->seq);
+    add_meta(list, "rope_theta", "%.9g", c->rope_theta);
+    add_meta(list, "tie", "%d", c->tie);
+}
+
+// The part of parameter i that lies in this rank's shard of its bucket: every element is written by one rank.
+static Piece shard_piece(const Model *m, int i, int tensor, float *bucket_values) {
+    const Param *p = &m->param[i];
+    size_t count = m->bucket[p->bucket].count;
+    size_t begin = comm_shard_begin(count, m->grid.dp->size, m->grid.dp->rank);
+    size_t end = comm_shard_begin(count, m->grid.dp->size, m->grid.dp->rank + 1);
+    size_t p_end = p->offset + p->rows * p->cols; // the padding is not saved
+    if (begin < p->offset) begin = p->offset;
+    if (end > p_end) end = p_end;
+    if (begin >= end) return (Piece){.tensor = tensor, .data = bucket_values};
+    return (Piece){.tensor = tensor,
+                   .offset = begin - p->offset,
+                   .run = end - begin,
+                   .runs = 1,
+                   .data = bucket_values + begin};
+}
+
+static float *master_weights(const Bucket *b) {
+    return b->master ? b->master : (float *)(void *)b->weight;
+}
+
+// The last update may have left what no loss has seen yet.
+static void must_be_finite(Model *m, long step) {
+    double squares = 0;
+    for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++)
+        grad_norm_squared(&squares, NULL, master_weights(b), b->count, m->workspace);
+    if (!isfinite(comm_sum(m->grid.world, squares)))
+        fail_all(EXIT_RUNTIME, "step %ld: the weights are not finite; this step is not saved", step);
+}
+
+static bool save(Model *m, long step) {
+    must_be_finite(m, step);
+    const Config *c = &m->config;
+    int n = m->n_params;
+    TensorInfo *tensor = host_alloc(3 * (size_t)n, sizeof *tensor);
+    Piece *piece = host_alloc(3 * (size_t)n, sizeof *piece);
+    char(*moment)[72] = host_alloc(2 * (size_t)n, sizeof *moment);
+    for (int i = 0; i < n; i++) {
+        const Param *p = &m->param[i];
+        Bucket *b = &m->bucket[p->bucket];
+        tensor[i] = (TensorInfo){p->name, p->ndim, {p->rows, p->cols}};
+        piece[i] = shard_piece(m, i, i, master_weights(b));
+        for (int k = 0; k < 2; k++) { // the optimizer's file holds NAME.m and NAME.v, side by side
+            int j = 2 * i + k;
+            snprintf(moment[j], sizeof *moment, "%s.%c", p->name, k == 0 ? 'm' : 'v');
+            tensor[n + j] = (TensorInfo){moment[j], p->ndim, {p->rows, p->cols}};
+            piece[n + j] = shard_piece(m, i, j, k == 0 ? b->m : b->v);
+        }
+    }
+    MetaList model = {.n = 0}, run = {.n = 0};
+    add_model_meta(&model, c);
+    add_meta(&run, "step", "%ld", step);
+    add_meta(&run, "seed", "%ld", c->seed);
+    add_meta(&run, "global_batch", "%ld", c->global_batch);
+    add_meta(&run, "data", "%016llx", (unsigned long long)data_fingerprint(train_data));
+    const TensorFile files[] = {
+        {"weights.safetensors", tensor, n, piece, n, model.meta, model.n},
+        {"optimizer.safetensors", tensor + n, 2 * n, piece + n, 2 * n, run.meta, run.n},
+    };
+    bool saved = checkpoint_save(m->grid.world, c->save, step, files, LENGTH(files), (int)c->keep);
+    free(tensor);
+    free(piece);
+    free(moment);
+    return saved;
+}
+
+// Reads a whole tensor of parameter p to the host: [rows, cols], after a look at its shape.
+static void read_tensor(SafeTensors *s, const char *path, const Param *p, const char *name, float *out) {
+    int i = safetensors_find(s, name);
+    if (i < 0) fail_all(EXIT_USAGE, "%s: holds no tensor %s", path, name);
+    const size_t *shape;
+    int ndim = safetensors_shape(s, i, &shape);
+    size_t rows = ndim > 0 ? shape[0] : 0, cols = ndim > 1 ? shape[1] : 1;
+    if (ndim != p->ndim || rows != p->rows || cols != p->cols)
+        fail_all(EXIT_USAGE, "%s: %s is %zu × %zu, this model's is %zu × %zu", path, name, rows, cols, p->rows,
+                 p->cols);
+    safetensors_read(s, (Piece){.tensor = i, .run = rows * cols, .runs = 1, .data = out});
+}
+
+static void load_weights(Model *m, const char *path) {
+    SafeTensors *s = safetensors_open(path);
+    if (safetensors_count(s) > m->n_params)
+        fail_all(EXIT_USAGE, "%s: holds %d tensors, this model has %d", path, safetensors_count(s),
+                 m->n_params);
+    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
+        float *value = host_alloc(p->rows * p->cols, sizeof(float));
+        read_tensor(s, path, p, p->name, value);
+        set_param(m, p, value);
+        free(value);
+    }
+    safetensors_close(s);
+}
+
+// Everything else that a run needs to go on as if it had not stopped.
+static void load_optimizer(Model *m, const char *path) {
+    const Config *c = &m->config;
+    SafeTensors *s = safetensors_open(path);
+    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
+        const Bucket *b = &m->bucket[p->bucket];
+        size_t n = p->rows * p->cols;
+        float *value = host_alloc(n, sizeof(float));
+        for (int k = 0; k < 2; k++) {
+            char name[72];
+            snprintf(name, sizeof name, "%s.%c", p->name, k == 0 ? 'm' : 'v');
+            read_tensor(s, path, p, name, value);
+            device_copy_in((k == 0 ? b->m : b->v) + p->offset, value, n * sizeof(float));
+        }
+        free(value);
+    }
+    const char *batch = safetensors_meta(s, "global_batch"), *data = safetensors_meta(s, "data");
+    char fingerprint[32];
+    snprintf(fingerprint, sizeof fingerprint, "%016llx", (unsigned long long)data_fingerprint(train_data));
+    if (batch && strtol(batch, NULL, 10) != c->global_batch)
+        say("note: the checkpoint was made with %s sequences a step, this run takes %ld", batch,
+            c->global_batch);
+    if (data && strcmp(data, fingerprint) != 0) say("note: the checkpoint was made with other data");
+    safetensors_close(s);
+}
+
+// =====================================================================================================================
+// main
+// =====================================================================================================================
+
+// A resumed run goes on in the data order of the run that it resumes.
+static void seed_from_run(const char *checkpoint) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
+    SafeTensors *s = safetensors_open(path);
+    const char *seed = safetensors_meta(s, "seed");
+    if (seed) config.seed = strtol(seed, NULL, 10);
+    safetensors_close(s);
+}
+
+// Everything about flags, files and sizes is checked here, before MPI starts and before memory is taken. Returns the step
+// to go on from, and the checkpoint's path.
+static long configure(int argc, char **argv, char *checkpoint, size_t checkpoint_size) {
+    Config *c = &config;
+    flags_parse(flags, LENGTH(flags), argc, argv,
+                "train: GPT-2 and Llama-style language models, on any number of ranks.\n"
+                "usage: ./train [flags], ./train --ranks 2 [flags], mpirun -n 2 ./train [flags]");
+    say_quiet(c->quiet);
+    long step = c->resume ? checkpoint_find(c->resume, checkpoint, checkpoint_size) : 0;
+    char weights[PATH_MAX];
+    snprintf(weights, sizeof weights, "%s/weights.safetensors", checkpoint);
+    const char *file = c->resume ? weights : c->init;
+    if (flag_given(&config.model)) config_from_preset();
+    if (file) config_from_file(file);
+    config_from_preset();
+    const Preset *p = &presets[c->model];
+    if (c->seq == NOT_GIVEN) c->seq = p->seq;
+    if (c->positions == 0) c->positions = c->seq > p->seq ? c->seq : p->seq;
+    if (c->rope_theta == NOT_GIVEN) c->rope_theta = p->rope_theta > 0 ? p->rope_theta : 10000;
+    if (c->resume && !flag_given(&config.seed)) seed_from_run(checkpoint);
+    open_data(c);
+    long world = c->ranks != NOT_GIVEN                              ? c->ranks
+                 : (c->dry_run || c->explain) && c->dp != NOT_GIVEN ? c->dp
+                                                                    : launch_size();
+    config_check(c, world);
+    check_data(c);
+    if (step >= c->steps)
+        fail_all(EXIT_USAGE, "--steps %ld: %s stands at step %ld already; nearest: %ld", c->steps, checkpoint,
+                 step, step + 1);
+    return step;
+}
+
+// Predicts by reserving in a ledger alone, and refuses what the machine cannot hold. Workspaces are those of this process's
+// threads: a dry run of many ranks on few cores counts a little more than each of them will take.
+static Ledger predict(Model *m, int local_ranks) {
+    device_dry_run(true);
+    bool lazy = m->config.lazy_optimizer;
+    m->config.lazy_optimizer = false;
+    model_reserve(m);
+    m->config.lazy_optimizer = lazy;
+    Ledger predicted = ledger;
+    device_dry_run(false);
+    // The least that any rank finds free, so that all decide alike. With --lazy-optimizer the moments are not counted: that run
+    // is to fail where it asks for them, after its first backward.
+    size_t available = (size_t)-comm_max(m->grid.world, -(double)device_free_memory(local_ranks));
+    size_t needed = predicted.total_peak - (lazy ? predicted.peak[MEM_OPTIMIZER] : 0);
+    if (!m->config.dry_run && !m->config.explain && needed > available) {
+        report_memory(&predicted, NULL);
+        fail_all(EXIT_USAGE,
+                 "a rank needs %.2f GB, %.2f GB are free; smaller: --micro-batch, --seq, --recompute full, "
+                 "fewer --ranks",
+                 (double)needed * 1e-9, (double)available * 1e-9);
+    }
+    return predicted;
+}
+
+int main(int argc, char **argv) {
+    struct sigaction on_stop = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    sigaction(SIGUSR1, &on_stop, NULL);
+    sigaction(SIGTERM, &on_stop, NULL);
+    signal(SIGXFSZ, SIG_IGN); // a file-size limit is an error of the write, and is reported as one
+    signal(SIGPIPE, SIG_IGN); // a reader of the output that goes away ends no training
+    char checkpoint[PATH_MAX - 32] = "";
+    long first_step = configure(argc, argv, checkpoint, sizeof checkpoint);
+    if (config.ranks != NOT_GIVEN && !config.dry_run && !config.explain)
+        launch_ranks((int)config.ranks, argc, argv);
+    int threads = launch_threads();
+    Comm *world = comm_init(&argc, &argv);
+    matmul_inputs_bf16 = config.matmul == MATMUL_BF16 && sizeof(floatX) == 4;
+
+    Model m = {.config = config, .grid = {.world = world}};
+    Config *c = &m.config;
+    m.grid.dp = comm_split(world, 0, world->rank, "dp");
+    model_layout(&m);
+    m.acts = host_alloc((size_t)c->layers + 1, sizeof *m.acts);
+    m.block = host_alloc((size_t)c->layers, sizeof *m.block);
+    m.d_block = host_alloc((size_t)c->layers, sizeof *m.d_block);
+    Ledger predicted = predict(&m, comm_host().local_size);
+    if (c->explain) report_explain(&m);
+    if (c->dry_run) report_dry_run(&m, &predicted);
+    if (c->dry_run || c->explain) {
+        comm_finalize();
+        return 0;
+    }
+    say_without_effect(c);
+    if (c->save) checkpoint_lock(world, c->save);
+    if (c->save && checkpoint_newest(c->save) > first_step)
+        say("note: %s already holds step %ld of an earlier run, which a later --resume will take for the "
+            "newest",
+            c->save, checkpoint_newest(c->save));
+    log_open(c->log, c->resume); // after the lock: a run that is refused must not touch another's log
+
+    model_reserve(&m);
+    m.host_tokens = host_alloc(m.B * m.T, sizeof(int32_t));
+    m.host_targets = host_alloc(m.B * m.T, sizeof(int32_t));
+    m.host_losses = host_alloc(m.B * m.T, sizeof(float));
+    m.window = host_alloc(m.T + 1, sizeof(int32_t));
+    set_positions(&m);
+    if (c->resume) {
+        char path[PATH_MAX];
+        snprintf(path, sizeof path, "%s/weights.safetensors", checkpoint);
+        load_weights(&m, path);
+        snprintf(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
+        load_optimizer(&m, path);
+        say("resumed %s", checkpoint);
+    } else if (c->init) {
+        load_weights(&m, c->init);
+    } else {
+        init_params(&m);
+    }
+
+    double rate_before =
+        c->peak_tflops > 0 ? c->peak_tflops * 1e12 * world->size : comm_sum(world, device_matmul_rate(threads));
+    report_start(&m, &predicted, threads, rate_before);
+    if (!val_data) say("no evaluation: no --val, and no text long enough to hold out its last tenth");
+
+    StepResult r = {0};
+    long step = first_step;
+    bool saved = true;
+    while (step < c->steps && !r.stop) {
+        double start = seconds_now();
+        r = train_step(&m, step);
+        step++;
+        report_step(&m,
+                    (StepReport){step, r.loss, r.grad_norm, learning_rate(c, step - 1), seconds_now() - start},
+                    rate_before);
+        bool last = step == c->steps;
+        if (c->save && (last || r.stop || (c->save_every && step % c->save_every == 0))) saved = save(&m, step);
+        if (!saved) comm_abort(EXIT_RUNTIME); // checkpoint_save has said why
+        if (val_data && !r.stop && (last || (c->eval_every && step % c->eval_every == 0)))
+            report_validation(step, evaluate(&m));
+    }
+    if (r.stop) say("asked to end at step %ld%s", step, c->save ? ", saved" : "; nothing saved without --save");
+    if (c->sample && !r.stop) sample(&m, c->sample, step);
+
+    double rate_after = c->peak_tflops > 0 ? rate_before : comm_sum(world, device_matmul_rate(threads));
+    report_end(&m, &predicted, r.loss, rate_before, rate_after);
+    log_close();
+    checkpoint_unlock();
+    comm_finalize();
+    return 0;
+}
