@@ -36,10 +36,11 @@ endif
 
 # ---- the program -------------------------------------------------------------------------------------------------------
 library := $(patsubst %.c,$(BUILD)/%.o,$(wildcard kernels/*.c runtime/*.c))
-objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/dp_zero.o $(library)
+objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(library)
+faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather matmul_backward_weight adamw_update connect send
 text    := build/repository.txt # what a bare ./train learns: this repository
 prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/*.[ch] runtime/*.[ch] tests/*.c tests/*.py \
-                             dev/*.md dev/*.py dev/*.sh dev/*/*.md dev/*/*.py dev/*/*.sh))
+                             dev/*.md dev/*.html dev/*.py dev/*.sh dev/*/*.md dev/*/*.py dev/*/*.sh))
 
 all: train
 train: $(BUILD)/train $(text) # ./train is the last built
@@ -57,6 +58,11 @@ $(BUILD)/%.o: %.c
 	@echo "  cc   $<"
 	@$(CC) $(CFLAGS) -c $< -o $@
 
+$(BUILD)/tests/train_with_faults: tests/faults.c $(objects) # the program, with what may go wrong between its files
+	@echo "  link $@"
+	@$(CC) $(CFLAGS) $^ -o $@ $(foreach f,$(faulty),-Wl,--wrap=$(f)) $(LIBS)
+
+$(BUILD)/tests/test_report: $(BUILD)/report.o
 $(BUILD)/tests/%: tests/%.c $(library) # C unit tests, with cmocka
 	@echo "  link $@"
 	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LIBS)
@@ -97,7 +103,7 @@ bench: train
 reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c $(wildcard kernels/*.c) runtime/comm.c
 loc:
 	@echo "to read, in this order:"; wc -l $(reading)
-	@echo "plumbing:"; wc -l report.[ch] $(filter-out $(reading),$(wildcard kernels/*.h runtime/*.[ch]))
+	@echo "plumbing:"; wc -l report.[ch] state.[ch] $(filter-out $(reading),$(wildcard kernels/*.h runtime/*.[ch]))
 	@echo "tools and tests:"; wc -l dev/*.* dev/*/*.* tests/* | tail -n 1
 
 clean:

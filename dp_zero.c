@@ -1,86 +1,340 @@
-// Data parallelism: every rank holds the whole model and sees other sequences; what they share is the gradient.
+// Data parallelism and ZeRO: every rank sees other sequences; what they share is the gradient. --zero says what else.
 //
-//      rank 0:  its sequences -> its gradient --+          +--> the same step -> the same weights
-//      rank 1:  its sequences -> its gradient --+-- sum ---+--> the same step -> the same weights
-//      rank 2:  its sequences -> its gradient --+          +--> the same step -> the same weights
+//                      weights    gradients   optimizer     elements sent a step and rank, × (N−1)/N
+//     --zero 0 (DDP)   whole      whole       whole         2Ψ       all-reduce of the gradient
+//     --zero 1         whole      whole       a shard       2Ψ       reduce-scatter of it, all-gather of the new weights
+//     --zero 2         whole      a shard     a shard       (a+1)Ψ   a reduce-scatters, the same all-gather
+//     --zero 3 (FSDP)  a shard    a shard     a shard       < 3aΨ    a times: gather for F, gather for I, reduce-scatter
 //
-// The loss is divided by the number of target tokens of the *global* batch before backward (dloss, in train_step), so the
-// gradients are summed, not averaged, and any number of ranks takes the same step. The sum is an all-reduce over each bucket, once a
-// step, after the last micro-batch: with accumulation the earlier ones stay at home.
+// (Ψ parameters, N ranks, a micro-batches a step; F is a forward, I the part of a backward that reads weights.) An
+// all-reduce is a reduce-scatter and an all-gather. DDP does both to the gradient, so that every rank can take the same
+// step on all weights. ZeRO steps between the two: each rank on the shard of which it has the sum, with the optimizer's
+// state of that shard alone; then the new weights are gathered. The same messages, the same sums, the same bits.
 //
-// Cost a step and rank, Ψ parameters, N ranks: 2Ψ(N−1)/N elements sent (a ring's reduce-scatter and all-gather), nothing held but the
-// gradients and the ring's staging, 4 MiB at most. Li et al. 2020, "PyTorch Distributed".
+// Messages travel while the backward goes on, bucket by bucket, for the last block's gradient is complete first:
+//
+//     compute    | head | block 3 | block 2 | block 1 | block 0 | embedding |
+//     messages          | head | block 3 | block 2 | block 1 | block 0 |     | embedding |   only this one is waited for
+//
+// What is not kept whole is whole for a while, in one of two slots that buckets take by turns: one is computed, the
+// other on its way. ZeRO-3 gathers weights like that, the next bucket's beside the F or I of this one. ZeRO-2 and -3
+// reduce gradients like that, after every micro-batch, since they have no place to sum them up whole. The tied
+// embedding, used at both ends of the model, has a place of its own, and stays whole from its F to the head's I. Three
+// buckets ZeRO-3 gathers once, not twice: the embedding (its own backward needs no weights), and the last two, still
+// whole when the backward starts.
+//
+// The loss is divided by the number of target tokens of the *global* batch before backward (dloss, in train_step), so
+// gradients are summed, not averaged, and any number of ranks takes the same step.
+//
+// Rajbhandari et al. 2020, "ZeRO"; Li et al. 2020, "PyTorch Distributed"; Zhao et al. 2023, "PyTorch FSDP".
 #include "train.h"
 #include "runtime/device.h"
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 
-static const DType grad_type = sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16;
+static const DType float_x = sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16;
+
+// ---- buckets -----------------------------------------------------------------------------------------------------------
+
+// Which units share a bucket: the embedding is alone; from the head backwards, neighbours come together up to --bucket-mb.
+static void group_units(Model *m) {
+    int last = m->n_units - 1, n = 0;
+    double limit = m->config.bucket_mb * 1e6 / sizeof(floatX);
+    size_t *unit_count = host_alloc((size_t)m->n_units, sizeof *unit_count), count = 0;
+    m->bucket_of = host_alloc((size_t)m->n_units, sizeof *m->bucket_of);
+    for (const Param *p = m->param; p < m->param + m->n_params; p++)
+        unit_count[p->unit] += p->padded_rows * p->cols;
+    for (int u = last; u > 0; u--) { // counted from the back ...
+        bool fits = u < last && (double)(count + unit_count[u]) <= limit;
+        count = fits ? count + unit_count[u] : unit_count[u];
+        m->bucket_of[u] = fits ? n : ++n;
+    }
+    for (int u = 1; u <= last; u++) m->bucket_of[u] = n + 1 - m->bucket_of[u]; // ... numbered from the front
+    m->n_buckets = n + 1;
+    free(unit_count);
+}
+
+static void name_bucket(Bucket *b, int last) {
+    int n = b->first_unit == 0      ? snprintf(b->name, sizeof b->name, "embedding")
+            : b->first_unit == last ? snprintf(b->name, sizeof b->name, "head")
+                                    : snprintf(b->name, sizeof b->name, "block %d", b->first_unit - 1);
+    if (b->last_unit == b->first_unit) return;
+    if (b->last_unit == last)
+        snprintf(b->name + n, sizeof b->name - (size_t)n, "-head");
+    else
+        snprintf(b->name + n, sizeof b->name - (size_t)n, "-%d", b->last_unit - 1);
+}
+
+static void fill_buckets(Model *m) {
+    group_units(m);
+    m->bucket = host_alloc((size_t)m->n_buckets, sizeof(Bucket));
+    for (int i = 0; i < m->n_params; i++) {
+        Param *p = &m->param[i];
+        p->bucket = m->bucket_of[p->unit];
+        Bucket *b = &m->bucket[p->bucket];
+        if (b->n_params++ == 0) b->first_param = i, b->first_unit = p->unit;
+        b->last_unit = p->unit;
+        p->offset = b->count;
+        b->count += p->padded_rows * p->cols;
+    }
+    for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
+        name_bucket(b, m->n_units - 1);
+        b->decay = host_alloc(2 * (size_t)b->n_params, sizeof(size_t));
+    }
+}
+
+static size_t own_count(const Bucket *b) {
+    return b->own_end - b->own;
+}
+
+// Which elements are this rank's. Not grid.dp->size: a dry run is one process, and answers for rank 0 of many.
+static void cut(Model *m) {
+    int ranks = (int)m->config.dp, rank = m->grid.dp->rank;
+    for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
+        b->shard = comm_shard_begin(b->count, ranks, rank);
+        b->shard_end = comm_shard_begin(b->count, ranks, rank + 1);
+        b->own = m->config.zero == 0 ? 0 : b->shard;
+        b->own_end = m->config.zero == 0 ? b->count : b->shard_end;
+        b->n_decay = 0;
+        for (const Param *p = m->param + b->first_param; p < m->param + b->first_param + b->n_params; p++) {
+            size_t begin = p->offset, end = p->offset + p->padded_rows * p->cols;
+            if (begin < b->own) begin = b->own;
+            if (end > b->own_end) end = b->own_end;
+            if (p->ndim == 1 || begin >= end) continue; // vectors do not decay
+            b->decay[2 * b->n_decay] = begin - b->own;
+            b->decay[2 * b->n_decay++ + 1] = end - b->own;
+        }
+    }
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+static bool is_tied_embedding(const Model *m, int i) {
+    return i == 0 && m->config.tie;
+}
+
+// Memory for all of bucket i: its own where it stays, else a slot that it shares with every second bucket.
+static void *whole_memory(const Model *m, int i, size_t item, bool stays, MemCategory category, void *slot[2]) {
+    const Bucket *b = &m->bucket[i];
+    if (stays) return device_alloc(category, b->count * item);
+    if (is_tied_embedding(m, i)) return device_alloc(MEM_TIED, b->count * item);
+    if (!slot[i & 1]) {
+        size_t most = 0;
+        for (int j = i; j < m->n_buckets; j += 2)
+            if (m->bucket[j].count > most) most = m->bucket[j].count;
+        slot[i & 1] = device_alloc(MEM_WHOLE_BUCKETS, most * item);
+    }
+    return slot[i & 1];
+}
+
+// What stays holds values that are read again from now on.
+static void *lasting(MemCategory category, size_t bytes) {
+    ledger_live(category, (ptrdiff_t)bytes);
+    return device_alloc(category, bytes);
+}
 
 static void reserve_optimizer(Bucket *b) {
-    b->m = device_alloc(MEM_OPTIMIZER, b->count * sizeof(float));
-    b->v = device_alloc(MEM_OPTIMIZER, b->count * sizeof(float));
+    b->m = lasting(MEM_OPTIMIZER, own_count(b) * sizeof(float));
+    b->v = lasting(MEM_OPTIMIZER, own_count(b) * sizeof(float));
+}
+
+static void reserve_weights(Model *m, int i, void *slot[2]) {
+    Bucket *b = &m->bucket[i];
+    bool stay = m->config.zero < 3;
+    b->weight = whole_memory(m, i, sizeof(floatX), stay, MEM_WEIGHTS, slot);
+    if (stay) ledger_live(MEM_WEIGHTS, (ptrdiff_t)(b->count * sizeof(floatX)));
+    b->own_weight = stay ? b->weight + b->own : lasting(MEM_WEIGHTS, own_count(b) * sizeof(floatX));
+    if (float_x == DTYPE_BF16) b->master = lasting(MEM_MASTER, own_count(b) * sizeof(float));
+}
+
+static void reserve_gradients(Model *m, int i, void *slot[2], void *slot32[2]) {
+    Bucket *b = &m->bucket[i];
+    bool stay = m->config.zero < 2, sum_in_fp32 = m->config.grad_accum_fp32 && float_x == DTYPE_BF16;
+    b->grad = whole_memory(m, i, sizeof(floatX), stay, MEM_GRADIENTS, slot);
+    b->grad32 = sum_in_fp32 ? whole_memory(m, i, sizeof(float), stay, MEM_GRADIENTS, slot32) : NULL;
+    b->own_grad = NULL;
+    b->own_grad32 = NULL;
+    if (sum_in_fp32)
+        b->own_grad32 = stay ? b->grad32 + b->own : device_alloc(MEM_GRADIENTS, own_count(b) * sizeof(float));
+    else
+        b->own_grad = stay ? b->grad + b->own : device_alloc(MEM_GRADIENTS, own_count(b) * sizeof(floatX));
 }
 
 void dp_reserve(Model *m) {
+    void *weights[2] = {NULL, NULL}, *gradients[2] = {NULL, NULL}, *sums[2] = {NULL, NULL};
     size_t staging = 0; // the ring's, for the largest bucket
+    if (!m->bucket) fill_buckets(m);
+    cut(m);
     for (int i = 0; i < m->n_buckets; i++) {
         Bucket *b = &m->bucket[i];
-        b->weight = device_alloc(MEM_WEIGHTS, b->count * sizeof(floatX));
-        b->grad = device_alloc(MEM_GRADIENTS, b->count * sizeof(floatX));
-        if (grad_type == DTYPE_BF16) {
-            b->master = device_alloc(MEM_MASTER, b->count * sizeof(float));
-            if (m->config.grad_accum_fp32) b->grad32 = device_alloc(MEM_GRADIENTS, b->count * sizeof(float));
-        }
+        reserve_weights(m, i, weights);
+        reserve_gradients(m, i, gradients, sums);
         b->m = b->v = NULL;
         if (!m->config.lazy_optimizer || m->config.resume) reserve_optimizer(b);
-        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : grad_type,
-                                          (int)m->config.dp); // not grid.dp: a dry run is one process
+        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : float_x, (int)m->config.dp);
         if (bytes > staging) staging = bytes;
     }
     ledger_add(MEM_COMMUNICATION, (ptrdiff_t)staging);
+    ledger_live(MEM_COMMUNICATION, (ptrdiff_t)staging);
 }
 
-void dp_clear_gradients(Model *m) {
-    for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
-        device_zero(b->grad, b->count * sizeof(floatX));
-        if (b->grad32) device_zero(b->grad32, b->count * sizeof(float));
+// ---- messages --------------------------------------------------------------------------------------------------------
+
+// --no-overlap waits for every message where it leaves.
+static Work under_way(const Model *m, Work w) {
+    if (m->config.no_overlap) comm_wait(w);
+    return w;
+}
+
+// Bucket i's weights are whole, or will be once their gather is done (true); or are old, or their place is another's
+// (false).
+static void set_whole(Model *m, int i, bool whole) {
+    Bucket *b = &m->bucket[i];
+    ptrdiff_t bytes = (ptrdiff_t)(b->count * sizeof(floatX));
+    if (m->config.zero == 3 && whole != b->whole)
+        ledger_live(is_tied_embedding(m, i) ? MEM_TIED : MEM_WHOLE_BUCKETS, whole ? bytes : -bytes);
+    b->whole = whole;
+}
+
+// Starts to gather bucket i's weights, unless they are whole or coming.
+static void gather(Model *m, int i) {
+    Bucket *b = &m->bucket[i];
+    if (b->whole) return;
+    for (int j = 0; j < m->n_buckets; j++)
+        if (m->bucket[j].weight == b->weight) set_whole(m, j, false); // whoever had the slot
+    set_whole(m, i, true);
+    b->gather = under_way(m, comm_all_gather(m->grid.dp, b->weight, b->own_weight, b->count, float_x));
+}
+
+static void share_weights(Model *m, int i) {
+    // What else stands there whole, beside this rank's own part, is from before the step.
+    set_whole(m, i, m->config.zero == 0);
+    if (m->config.zero < 3) gather(m, i);
+}
+
+void dp_share_weights(Model *m) {
+    for (int i = 0; i < m->n_buckets; i++) share_weights(m, i);
+}
+
+// What of a bucket's gradient is alive when it is whole.
+static void gradient_live(const Model *m, int i, int sign) {
+    const Bucket *b = &m->bucket[i];
+    ptrdiff_t bytes = (ptrdiff_t)(b->count * (sizeof(floatX) + (b->grad32 ? sizeof(float) : 0)));
+    ledger_live(m->config.zero < 2        ? MEM_GRADIENTS
+                : is_tied_embedding(m, i) ? MEM_TIED
+                                          : MEM_WHOLE_BUCKETS,
+                sign * bytes);
+}
+
+static void own_gradient_live(const Model *m, int i, int sign) {
+    const Bucket *b = &m->bucket[i];
+    if (m->config.zero < 2) return; // a part of the whole one
+    ledger_live(MEM_GRADIENTS, sign * (ptrdiff_t)(own_count(b) * (b->grad32 ? sizeof(float) : sizeof(floatX))));
+}
+
+// Bucket i's sum is in this rank's own part (at ZeRO-0, everywhere), and the slot it stood in is free.
+static void finish_reduction(Model *m, int i) {
+    Bucket *b = &m->bucket[i];
+    if (!b->reducing) return;
+    comm_wait(b->reduce);
+    b->reducing = false;
+    if (m->config.zero >= 2) gradient_live(m, i, -1);
+}
+
+// Bucket i's gradient is to be added to: by I and W of one micro-batch.
+static void open_gradient(Model *m, int i) {
+    Bucket *b = &m->bucket[i];
+    bool stays = m->config.zero < 2;
+    if (b->open) return; // by another block in it, or, tied, by the head
+    b->open = true;
+    if (stays && b->summed > 0) return; // the micro-batches sum up in place
+    for (int j = 0; j < m->n_buckets; j++)
+        if (m->bucket[j].grad == b->grad) finish_reduction(m, j); // whoever had the slot
+    gradient_live(m, i, 1);
+    if (b->summed == 0) own_gradient_live(m, i, 1);
+    device_zero(b->grad, b->count * sizeof(floatX));
+    if (b->grad32) device_zero(b->grad32, b->count * sizeof(float));
+    // The sum over ranks so far goes into the next one: its owner starts from it, all others from zero.
+    if (b->summed > 0 && b->grad32)
+        device_copy(b->grad32 + b->own, b->own_grad32, own_count(b) * sizeof(float));
+    else if (b->summed > 0)
+        device_copy(b->grad + b->own, b->own_grad, own_count(b) * sizeof(floatX));
+}
+
+// Remembers the first parameter of which this rank itself, before any sum, has a gradient that is not finite.
+static void look_for_not_finite(Model *m, const Bucket *b) {
+    double squares = 0;
+    grad_norm_squared(&squares, b->grad, b->grad32, b->count, m->workspace);
+    if (isfinite(squares) || m->not_finite.param >= 0) return;
+    m->not_finite.micro = b->summed;
+    for (int i = b->first_param + b->n_params - 1; i >= b->first_param; i--) { // as the backward came by
+        const Param *p = &m->param[i];
+        squares = 0;
+        grad_norm_squared(&squares, b->grad + p->offset, b->grad32 ? b->grad32 + p->offset : NULL,
+                          p->padded_rows * p->cols, m->workspace);
+        if (isfinite(squares)) continue;
+        m->not_finite.param = i;
+        return;
     }
 }
 
-void dp_accumulate_gradients(Model *m) {
-    for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++)
-        if (b->grad32) gradient_accumulate(b->grad32, b->grad, b->count);
+// One more micro-batch is in. The sum over ranks starts when there is nothing more to add, or no place to keep it.
+static void close_gradient(Model *m, int i) {
+    Bucket *b = &m->bucket[i];
+    if (b->grad32) gradient_accumulate(b->grad32, b->grad, b->count);
+    b->open = false;
+    b->summed++;
+    if (m->config.zero < 2 && b->summed < m->config.accum) return;
+    look_for_not_finite(m, b);
+    void *whole = b->grad32 ? (void *)b->grad32 : b->grad,
+         *own = b->grad32 ? (void *)b->own_grad32 : b->own_grad;
+    DType type = b->grad32 ? DTYPE_F32 : float_x;
+    b->reducing = true;
+    b->reduce = under_way(m, m->config.zero == 0 ? comm_all_reduce(m->grid.dp, whole, b->count, type)
+                                                 : comm_reduce_scatter(m->grid.dp, own, whole, b->count, type));
 }
 
-void dp_reduce_gradients(Model *m) {
-    Work last = {0};
-    for (int i = m->n_buckets - 1; i >= 0; i--) { // the order in which a backward finishes them
-        Bucket *b = &m->bucket[i];
-        last = b->grad32 ? comm_all_reduce(m->grid.dp, b->grad32, b->count, DTYPE_F32)
-                         : comm_all_reduce(m->grid.dp, b->grad, b->count, grad_type);
+void dp_begin(Model *m, int unit, Pass pass) {
+    int i = m->bucket_of[unit], next = pass == FORWARD ? i + 1 : i - 1;
+    if (pass == FORWARD || i > 0) { // the embedding's backward needs no weights
+        gather(m, i);
+        comm_wait(m->bucket[i].gather);
+        if (next < m->n_buckets && (pass == FORWARD || next > 0)) gather(m, next);
     }
-    comm_wait(last); // a group's works end in the order in which they began
+    if (pass == FORWARD) return;
+    open_gradient(m, i);
+    if (unit == m->n_units - 1 && m->config.tie) open_gradient(m, 0);
 }
+
+void dp_end(Model *m, int unit, Pass pass) {
+    int i = m->bucket_of[unit];
+    if (pass == FORWARD || unit != m->bucket[i].first_unit) return;
+    if (m->config.zero == 3) set_whole(m, i, false);
+    close_gradient(m, i);
+}
+
+// ---- the step --------------------------------------------------------------------------------------------------------
 
 double dp_grad_norm(Model *m) {
-    // Each rank squares its own shard of the sum, so that the work is shared and every element is counted once.
-    Comm *dp = m->grid.dp;
+    // Each rank squares its own shard of the sum, so that the work is shared, every element is counted once, and all stages
+    // add up the same numbers in the same order.
     double squares = 0;
+    for (int i = m->n_buckets - 1; i >= 0; i--) finish_reduction(m, i);
     for (int i = 0; i < m->n_buckets; i++) {
         const Bucket *b = &m->bucket[i];
-        size_t begin = comm_shard_begin(b->count, dp->size, dp->rank);
-        size_t end = comm_shard_begin(b->count, dp->size, dp->rank + 1);
-        if (begin < end)
-            grad_norm_squared(&squares, b->grad + begin, b->grad32 ? b->grad32 + begin : NULL, end - begin,
-                              m->workspace);
+        size_t n = b->shard_end - b->shard, from = b->shard - b->own;
+        if (n)
+            grad_norm_squared(&squares, b->own_grad ? b->own_grad + from : NULL,
+                              b->own_grad32 ? b->own_grad32 + from : NULL, n, m->workspace);
     }
-    return sqrt(comm_sum(dp, squares));
+    return sqrt(comm_sum(m->grid.dp, squares));
 }
 
 void dp_optimizer_step(Model *m, double grad_norm, OptimizerStep s) {
     const Config *c = &m->config;
     double clip = c->grad_clip > 0 && grad_norm > c->grad_clip ? c->grad_clip / grad_norm : 1;
-    for (int i = 0; i < m->n_buckets; i++) {
+    for (int i = 0; i < m->n_buckets; i++) { // in the order in which the next forward needs them
         Bucket *b = &m->bucket[i];
         if (!b->m) reserve_optimizer(b);
         AdamW a = {.lr = s.lr,
@@ -92,6 +346,13 @@ void dp_optimizer_step(Model *m, double grad_norm, OptimizerStep s) {
                    .step = s.step,
                    .decay = b->decay,
                    .n_decay = b->n_decay};
-        adamw_update(b->weight, b->master, b->m, b->v, b->grad, b->grad32, b->count, a);
+        adamw_update(b->own_weight, b->master, b->m, b->v, b->own_grad, b->own_grad32, own_count(b), a);
+        if (m->config.zero < 2)
+            gradient_live(m, i, -1);
+        else
+            own_gradient_live(m, i, -1);
+        b->summed = 0;
+        share_weights(m, i);
+        comm_progress();
     }
 }

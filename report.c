@@ -2,6 +2,7 @@
 #include "report.h"
 #include "runtime/log.h"
 #include <math.h>
+#include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -15,7 +16,8 @@ typedef struct {
 static TokenFlops token_flops(const Model *m) {
     const Config *c = &m->config;
     double C = (double)c->hidden, attention = 12.0 * (double)c->layers * C * (double)c->seq, blocks = 0;
-    for (int i = 1; i < m->n_buckets - 1; i++) blocks += (double)m->bucket[i].count;
+    for (const Param *p = m->param; p < m->param + m->n_params; p++)
+        if (p->unit >= 1 && p->unit <= c->layers) blocks += (double)p->rows * (double)p->cols;
     double tables = (double)c->positions * C * (c->arch == ARCH_GPT2) + (c->tie ? 0 : (double)c->vocab * C);
     TokenFlops f = {6 * ((double)m->parameters - tables), attention, 0};
     if (c->recompute == RECOMPUTE_FULL) f.recomputed = 2 * blocks + attention / 3;
@@ -39,12 +41,46 @@ static ClassicActivations classic_activations(const Config *c) {
                                 .full = 2 * sbh * L + sbh};
 }
 
-static double sent_per_step(const Model *m) { // by a rank, the gradients' all-reduce
-    double bytes = 0, N = (double)m->config.dp;
-    for (int i = 0; i < m->n_buckets; i++)
-        bytes +=
-            2 * (double)m->bucket[i].count * (N - 1) / N * (m->config.grad_accum_fp32 ? 4 : sizeof(floatX));
-    return bytes;
+// Bytes an element of the gradients that travel. Weights travel as floatX.
+static size_t gradient_size(const Config *c) {
+    return c->grad_accum_fp32 ? sizeof(float) : sizeof(floatX);
+}
+
+static const char *type_name(size_t size) {
+    return size == 4 ? "fp32" : "bf16";
+}
+
+// What ZeRO-3 does not gather again for a backward: the last two buckets are still whole in the two slots, and the
+// first either is too (the tied embedding, in memory of its own) or has a backward that reads no weights.
+// So the others are last_gathered, …, 2, 1: none, where last_gathered < 1.
+static int last_gathered(const Model *m) {
+    return m->n_buckets - 3;
+}
+
+// Bytes that a rank sends in a step, the mean over the ranks: one that owns a longer shard sends a few bytes less.
+typedef struct {
+    double gradients, weights;
+} Sent;
+
+static Sent sent_per_step(const Model *m) {
+    const Config *c = &m->config;
+    double all = 0, gathered_twice = 0, N = (double)c->dp, micro_batches = (double)c->accum;
+    for (int i = 0; i < m->n_buckets; i++) {
+        all += (double)m->bucket[i].count;
+        if (i >= 1 && i <= last_gathered(m)) gathered_twice += (double)m->bucket[i].count;
+    }
+    const double reduced[] = {2 * all, all, micro_batches * all, micro_batches * all};
+    const double gathered[] = {0, all, all, micro_batches * (all + gathered_twice)};
+    return (Sent){reduced[c->zero] * (N - 1) / N * (double)gradient_size(c),
+                  gathered[c->zero] * (N - 1) / N * sizeof(floatX)};
+}
+
+ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate_fp32) {
+    bool mixed = sizeof(floatX) == 2;
+    double sum = mixed && accumulate_fp32 ? 4 : 0;
+    return (ZeroBytes){.weights = sizeof(floatX) * parameters / (stage >= 3 ? ranks : 1),
+                       .gradients = (sizeof(floatX) + sum) * parameters / (stage >= 2 ? ranks : 1),
+                       .optimizer = (mixed ? 12 : 8) * parameters / (stage >= 1 ? ranks : 1)};
 }
 
 // measured: NULL in a dry run.
@@ -72,6 +108,69 @@ static void ledger_numbers(const Ledger *l, double *bytes) {
     bytes[MEM_CATEGORIES] = (double)l->total_peak;
 }
 
+static void live_numbers(const Ledger *l, double *bytes) {
+    for (int i = 0; i < MEM_CATEGORIES; i++) bytes[i] = (double)l->live_peak[i];
+    bytes[MEM_CATEGORIES] = (double)l->live_total_peak;
+}
+
+// Of ZeRO-3, in a backward.
+static void say_not_gathered(const Model *m) {
+    int last = m->n_buckets - 1;
+    bool two = last - 1 > 0;
+    say("  not gathered for the backward: %s%s%s (still whole), %s (%s)", two ? m->bucket[last - 1].name : "",
+        two ? " and " : "", m->bucket[last].name, m->bucket[0].name,
+        m->config.tie ? "tied: whole all the while" : "its backward reads no weights");
+}
+
+static cJSON *zero_table_json(const Model *m) {
+    cJSON *table = cJSON_CreateArray();
+    for (int stage = 0; stage <= 3; stage++) {
+        ZeroBytes z = zero_bytes((double)m->parameters, (double)m->config.dp, stage, m->config.grad_accum_fp32);
+        cJSON *row = cJSON_CreateObject();
+        cJSON_AddNumberToObject(row, "stage", stage);
+        cJSON_AddNumberToObject(row, "weights", z.weights);
+        cJSON_AddNumberToObject(row, "gradients", z.gradients);
+        cJSON_AddNumberToObject(row, "optimizer", z.optimizer);
+        cJSON_AddNumberToObject(row, "total", z.weights + z.gradients + z.optimizer);
+        cJSON_AddItemToArray(table, row);
+    }
+    return table;
+}
+
+static void zero_table(const Model *m) {
+    const Config *c = &m->config;
+    ZeroBytes one = zero_bytes(1, 1, 0, c->grad_accum_fp32);
+    say("\nmodel state of a rank by ZeRO stage, dp %ld: %.0f + %.0f + %.0f bytes a parameter%s", c->dp,
+        one.weights, one.gradients, one.optimizer, sizeof(floatX) == 2 ? ", masters with the optimizer" : "");
+    say("(the usual table: without padding, whole buckets in use and the tied embedding's own memory%s)",
+        one.gradients > sizeof(floatX) ? "; it counts bf16 gradients beside the fp32 sum at every stage" : "");
+    say("GB           weights   gradients   optimizer       total   total GiB");
+    for (int stage = 0; stage <= 3; stage++) {
+        ZeroBytes z = zero_bytes((double)m->parameters, (double)c->dp, stage, c->grad_accum_fp32);
+        double total = z.weights + z.gradients + z.optimizer;
+        say("  --zero %d %11.6f %11.6f %11.6f %11.6f %11.6f%s", stage, z.weights * 1e-9, z.gradients * 1e-9,
+            z.optimizer * 1e-9, total * 1e-9, total / 0x1p30, stage == c->zero ? "  <- this run" : "");
+    }
+}
+
+// What is sent, in words: a line for the gradients, one for the weights.
+static void say_sent(const Model *m) {
+    const Config *c = &m->config;
+    Sent sent = sent_per_step(m);
+    static const char *const how[] = {"all-reduced once", "reduce-scattered once",
+                                      "reduce-scattered after each micro-batch",
+                                      "reduce-scattered after each micro-batch"};
+    say("%.6f GB sent by each rank a step", (sent.gradients + sent.weights) * 1e-9);
+    say("  %.6f GB of gradients, %s, as %s", sent.gradients * 1e-9, how[c->zero], type_name(gradient_size(c)));
+    if (c->zero == 1 || c->zero == 2)
+        say("  %.6f GB of weights, all-gathered after the step, as %s", sent.weights * 1e-9,
+            type_name(sizeof(floatX)));
+    if (c->zero < 3) return;
+    say("  %.6f GB of weights, all-gathered for each forward and each backward, as %s", sent.weights * 1e-9,
+        type_name(sizeof(floatX)));
+    say_not_gathered(m);
+}
+
 void report_dry_run(const Model *m, const Ledger *predicted) {
     const Config *c = &m->config;
     double P = (double)m->parameters, GB = 1e-9, GiB = 1 / 0x1p30;
@@ -82,18 +181,21 @@ void report_dry_run(const Model *m, const Ledger *predicted) {
         double bytes[MEM_CATEGORIES + 1];
         ledger_numbers(predicted, bytes);
         cJSON *o = cJSON_CreateObject(), *classic = cJSON_AddObjectToObject(o, "classic_activations");
+        Sent sent = sent_per_step(m);
         cJSON_AddNumberToObject(o, "world", (double)c->dp);
+        cJSON_AddNumberToObject(o, "zero", (double)c->zero);
         cJSON_AddNumberToObject(o, "params", P);
         cJSON_AddNumberToObject(o, "accum", (double)c->accum);
         cJSON_AddNumberToObject(o, "tokens_per_step", tokens);
         cJSON_AddNumberToObject(o, "flops_per_token", f.weights + f.attention);
         cJSON_AddNumberToObject(o, "checkpoint_bytes", 12 * P);
-        cJSON_AddNumberToObject(o, "sent_per_step", sent_per_step(m));
+        cJSON_AddNumberToObject(o, "sent_per_step", sent.gradients + sent.weights);
         cJSON_AddNumberToObject(classic, "flash", a.flash);
         cJSON_AddNumberToObject(classic, "matrix", a.matrix);
         cJSON_AddNumberToObject(classic, "selective", a.selective);
         cJSON_AddNumberToObject(classic, "full", a.full);
         cJSON_AddItemToObject(o, "memory", memory_json(bytes));
+        cJSON_AddItemToObject(o, "zero_table", zero_table_json(m));
         char *text = cJSON_Print(o);
         say("%s", text);
         cJSON_free(text);
@@ -106,8 +208,9 @@ void report_dry_run(const Model *m, const Ledger *predicted) {
         c->dp == 1 ? "" : "s", c->micro_batch, c->seq, c->accum, tokens);
     say("%.3g GFLOP a token (PaLM: 6 a parameter %.3g, attention %.3g), recomputed beside it %.3g",
         1e-9 * (f.weights + f.attention), 1e-9 * f.weights, 1e-9 * f.attention, 1e-9 * f.recomputed);
-    say("%.3f GB sent by each rank a step: gradients, all-reduced", sent_per_step(m) * GB);
+    say_sent(m);
     report_memory(predicted, NULL);
+    zero_table(m);
     say("\nclassic estimate of activations (34 + 5as/h, 2-byte values with dropout)      GB       GiB");
     say("  no recomputation, flash attention (34)        %36.2f %9.4f", a.flash * GB, a.flash * GiB);
     say("  no recomputation, the T×T matrix kept         %36.2f %9.4f", a.matrix * GB, a.matrix * GiB);
@@ -117,34 +220,112 @@ void report_dry_run(const Model *m, const Ledger *predicted) {
         (16 * P + a.flash) * GiB);
 }
 
+// Neighbouring buckets of one size, from bucket `first` on in steps of +1 or −1, as one line of a list.
+typedef struct {
+    int n;
+    char name[80];
+} Alike;
+
+static Alike alike(const Model *m, int first, int end, int step) { // end: the first that is not looked at
+    const Bucket *b = &m->bucket[first];
+    int n = 1;
+    while (first + n * step != end && b[n * step].count == b->count) n++;
+    if (n < 3) n = 1; // two lines say it as well
+    Alike a = {.n = n};
+    if (n == 1) snprintf(a.name, sizeof a.name, "%s", b->name);
+    if (n > 1) snprintf(a.name, sizeof a.name, "%s to %s, each", b->name, b[(n - 1) * step].name);
+    return a;
+}
+
+// One collective on each bucket from `first` to `last`, whose elements have `size` bytes.
+static void explain_collectives(const Model *m, const char *op, int times, int first, int last, size_t size) {
+    int step = first <= last ? 1 : -1, N = (int)m->config.dp;
+    char factor[16] = "";
+    if (times > 1) snprintf(factor, sizeof factor, "%d · ", times);
+    for (int i = first; i != last + step;) {
+        Alike a = alike(m, i, last + step, step);
+        say("    %s of %-26s  %s%d piece%s of %zu bytes", op, a.name, factor, N - 1,
+            times * (N - 1) == 1 ? "" : "s",
+            comm_shard_begin(m->bucket[i].count, N, 1) * size); // rank 0's, the longest
+        i += a.n * step;
+    }
+}
+
+static void explain_grid(const Config *c, const Bucket *example) {
+    say("grid: %ld rank%s = dp %ld", c->dp, c->dp == 1 ? "" : "s", c->dp);
+    for (long r = 0; r < c->dp; r++) {
+        char shard[128] = "";
+        size_t begin = comm_shard_begin(example->count, (int)c->dp, (int)r);
+        size_t end = comm_shard_begin(example->count, (int)c->dp, (int)r + 1);
+        if (c->zero > 0 && begin < end)
+            snprintf(shard, sizeof shard, "; shard of %s: elements %zu to %zu", example->name, begin, end - 1);
+        else if (c->zero > 0)
+            snprintf(shard, sizeof shard, "; shard of %s: empty", example->name);
+        say("  rank %ld: in micro-batch j, sequences %ld to %ld of each %ld%s", r, r * c->micro_batch,
+            (r + 1) * c->micro_batch - 1, c->dp * c->micro_batch, shard);
+    }
+    static const char *const gradients[] = {
+        "whole", "whole; after the last micro-batch its shard holds the sum over the ranks",
+        "its shard of the sum; whole, in one of two slots, while they are computed and reduced",
+        "its shard of the sum; whole, in one of two slots, while they are computed and reduced"};
+    say("\nwhat a rank holds of a bucket, like %s", example->name);
+    say("  weights          %s",
+        c->zero < 3 ? "whole" : "its shard; whole, in one of two slots, while they are used");
+    say("  gradients        %s", gradients[c->zero]);
+    say("  optimizer state  %s", c->zero < 1 ? "whole" : "its shard");
+    if (c->zero >= 2 && c->tie)
+        say("the tied embedding is used at both ends: while %s whole, memory of its own holds %s",
+            c->zero == 2 ? "its gradient is" : "its weights and its gradient are",
+            c->zero == 2 ? "it" : "them");
+}
+
+static void explain_messages(const Model *m) {
+    const Config *c = &m->config;
+    size_t gradient = gradient_size(c), weight = sizeof(floatX);
+    int last = m->n_buckets - 1;
+    char each[64];
+    snprintf(each, sizeof each, c->accum == 1 ? "the micro-batch" : "each of %ld micro-batches", c->accum);
+    say("\nmessages of a step: what each rank sends its neighbour on the ring 0 -> 1%s -> 0",
+        c->dp > 2 ? " -> …" : "");
+    if (c->zero == 3) {
+        say("  in the forward of %s, a bucket ahead of its use", each);
+        explain_collectives(m, "all-gather", 1, 0, last, weight);
+        say("  in its backward, a gather a bucket ahead of its use, a reduction when a bucket is done");
+        if (last_gathered(m) >= 1) explain_collectives(m, "all-gather", 1, last_gathered(m), 1, weight);
+        say_not_gathered(m);
+    } else if (c->zero == 2) {
+        say("  in the backward of %s, when a bucket is done", each);
+    } else {
+        say("  in the backward%s, when a bucket is done", c->accum == 1 ? "" : " of the last micro-batch");
+    }
+    explain_collectives(m, c->zero ? "reduce-scatter" : "all-reduce", c->zero ? 1 : 2, last, 0, gradient);
+    say("  after the last backward");
+    say("    all-reduce of 16 bytes for the loss, of 8 for the gradient's norm");
+    if (c->zero != 1 && c->zero != 2) return;
+    say("  after the optimizer's step, awaited by the next forward");
+    explain_collectives(m, "all-gather", 1, 0, last, weight);
+}
+
 // The grid, who holds what, and the messages of a step.
 void report_explain(const Model *m) {
     static const char *const split[] = {"whole", "rows", "columns", "rows by heads", "rows by key/value heads"};
     const Config *c = &m->config;
-    say("grid: %ld rank%s = dp %ld", c->dp, c->dp == 1 ? "" : "s", c->dp);
-    for (long r = 0; r < c->dp; r++)
-        say("  rank %ld: holds every parameter; in micro-batch j, sequences %ld to %ld of each %ld", r,
-            r * c->micro_batch, (r + 1) * c->micro_batch - 1, c->dp * c->micro_batch);
+    int last = m->n_buckets - 1;
+    explain_grid(c, &m->bucket[1]);
     say("\nbuckets and parameters (the last column: how tensor parallelism would cut it)");
-    for (int i = 0; i < m->n_buckets; i++) {
-        const Bucket *b = &m->bucket[i];
-        say("  %s: %zu elements", b->name, b->count);
-        if (i > 1 && i < m->n_buckets - 1) continue; // all blocks are alike
-        for (const Param *p = m->param + b->first_param; p < m->param + b->first_param + b->n_params; p++)
-            say("    %-32s %8zu × %-8zu %s", p->name, p->rows, p->cols, split[p->split]);
+    for (int i = 0; i < m->n_buckets;) {
+        Alike a = alike(m, i, i <= 1 || i == last ? i + 1 : last, 1);
+        say("  %s: %zu elements", a.name, m->bucket[i].count);
+        const Param *first = m->param + m->bucket[i].first_param, *end = first + m->bucket[i].n_params;
+        for (const Param *p = first; p < end; p++)
+            if (p->unit <= 1 || p->unit > c->layers) // all blocks are alike
+                say("    %-32s %8zu × %-8zu %s", p->name, p->rows, p->cols, split[p->split]);
+        i += a.n;
     }
-    if (c->dp == 1) {
+    if (c->dp > 1)
+        explain_messages(m);
+    else
         say("\nno messages: one rank");
-        return;
-    }
-    say("\nmessages of a step, after the last of %ld micro-batch%s, on the ring 0 -> 1%s -> 0", c->accum,
-        c->accum == 1 ? "" : "es", c->dp > 2 ? " -> …" : "");
-    for (int i = m->n_buckets - 1; i >= 0; i--) {
-        double bytes = (double)m->bucket[i].count * (c->grad_accum_fp32 ? 4 : sizeof(floatX));
-        say("  all-reduce of %-10s each rank sends its neighbour 2 · %ld pieces of %.0f bytes",
-            m->bucket[i].name, c->dp - 1, bytes / (double)c->dp);
-    }
-    say("  all-reduce of 16 bytes for the loss, of 8 for the gradient's norm");
 }
 
 void report_start(const Model *m, const Ledger *predicted, int threads, double peak_flops) {
@@ -155,10 +336,13 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     cJSON *o = cJSON_CreateObject();
     cJSON_AddStringToObject(o, "event", "start");
     cJSON_AddNumberToObject(o, "world", m->grid.world->size);
+    cJSON_AddNumberToObject(o, "hosts", comm_host().hosts);
     cJSON_AddNumberToObject(o, "dp", m->grid.dp->size);
     static const char *const groups[] = {"tp", "cp", "pp", "ep"}; // of one rank each, in this version
     for (int i = 0; i < 4; i++) cJSON_AddNumberToObject(o, groups[i], 1);
-    cJSON_AddNumberToObject(o, "zero", 0);
+    cJSON_AddNumberToObject(o, "zero", (double)c->zero);
+    cJSON_AddNumberToObject(o, "threads", threads); // of rank 0, and the cores that they may run on
+    cJSON_AddNumberToObject(o, "cores", omp_get_num_procs());
     cJSON_AddNumberToObject(o, "params", (double)m->parameters);
     cJSON_AddNumberToObject(o, "active_params", (double)m->parameters);
     cJSON_AddNumberToObject(o, "tokens_per_step", (double)c->global_batch * (double)c->seq);
@@ -166,12 +350,13 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     cJSON_AddNumberToObject(o, "peak_flops", peak_flops);
     cJSON_AddItemToObject(o, "predicted", memory_json(bytes));
     log_event(o);
-    say("%s, %s, %.2f M parameters, vocabulary %ld; %d rank%s of %d thread%s on %s; %.0f tokens a step, %.2f "
-        "MFLOP "
-        "each",
+    char hosts[32] = "";
+    if (comm_host().hosts > 1) snprintf(hosts, sizeof hosts, "%d hosts, ", comm_host().hosts);
+    say("%s, %s, %.2f M parameters, vocabulary %ld; %d rank%s of %d thread%s on %s%s; %.0f tokens a step, %.2f "
+        "MFLOP each",
         flag_choice(ARCHS, c->arch), sizeof(floatX) == 2 ? "bf16" : "fp32", (double)m->parameters * 1e-6,
         c->vocab, m->grid.world->size, m->grid.world->size == 1 ? "" : "s", threads, threads == 1 ? "" : "s",
-        device_name(), (double)c->global_batch * (double)c->seq, 1e-6 * (f.weights + f.attention));
+        hosts, device_name(), (double)c->global_batch * (double)c->seq, 1e-6 * (f.weights + f.attention));
 }
 
 void report_step(const Model *m, StepReport r, double peak_flops) {
@@ -207,17 +392,35 @@ void report_validation(long step, double loss) {
     say("step %ld: validation loss %.4f", step, loss);
 }
 
+// What this rank has sent, by group and operation. Exposed is the time in which it has only waited.
+static void report_messages(Comm *const *comm, int n_comms) {
+    say("\nmessages of a rank                calls            GB   exposed s");
+    for (int i = 0; i < n_comms * COMM_OPS; i++) {
+        CommCount n = comm[i / COMM_OPS]->count[i % COMM_OPS];
+        if (n.calls)
+            say("  %-8s %-16s %12llu %13.6f %11.3f", comm[i / COMM_OPS]->name, comm_op_name[i % COMM_OPS],
+                (unsigned long long)n.calls, (double)n.bytes * 1e-9, n.exposed_ms * 1e-3);
+    }
+}
+
 // The last event: memory and messages of every rank, gathered to all.
 void report_end(const Model *m, const Ledger *predicted, double loss, double peak_before, double peak_after) {
-    enum { COMMS = 8, NUMBERS = MEM_CATEGORIES + 1 + COMMS * COMM_OPS * 3 };
+    // A rank's numbers: memory held, memory live, then the counters of each group and operation.
+    enum {
+        COMMS = COMM_MOST,
+        LIVE = MEM_CATEGORIES + 1,
+        COUNTS = 2 * LIVE,
+        NUMBERS = COUNTS + COMMS * COMM_OPS * 3
+    };
     Comm *world = m->grid.world, *comm[COMMS];
     int n_comms = comm_list(comm, COMMS), size = world->size;
     double *all = host_alloc((size_t)size * NUMBERS, sizeof(double)),
            *mine = all + (size_t)world->rank * NUMBERS;
     ledger_numbers(&ledger, mine);
+    live_numbers(&ledger, mine + LIVE);
     for (int i = 0; i < n_comms * COMM_OPS; i++) {
         CommCount count = comm[i / COMM_OPS]->count[i % COMM_OPS];
-        double *x = mine + MEM_CATEGORIES + 1 + 3 * i;
+        double *x = mine + COUNTS + 3 * i;
         x[0] = (double)count.calls, x[1] = (double)count.bytes, x[2] = count.exposed_ms;
     }
     comm_wait(comm_all_gather(world, all, mine, (size_t)size * NUMBERS, DTYPE_F64));
@@ -229,9 +432,10 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
         const double *x = all + (size_t)r * NUMBERS;
         cJSON *row = memory_json(x);
         cJSON_AddNumberToObject(row, "rank", r);
+        cJSON_AddItemToObject(row, "live", memory_json(x + LIVE));
         cJSON_AddItemToArray(memory, row);
         for (int i = 0; i < n_comms * COMM_OPS; i++) {
-            const double *y = x + MEM_CATEGORIES + 1 + 3 * i;
+            const double *y = x + COUNTS + 3 * i;
             if (y[0] == 0) continue;
             row = cJSON_CreateObject();
             cJSON_AddNumberToObject(row, "rank", r);
@@ -258,6 +462,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
         classic_activations(&m->config).matrix * 1e-9);
     size_t process = device_process_peak();
     if (process) say("  %-21s %22.6f", "the whole process", (double)process * 1e-9);
+    if (size > 1) report_messages(comm, n_comms);
     if (m->config.peak_tflops < 0)
         say("\nMFU: PaLM's convention, against a 1024³ sgemm on all ranks: %.1f GFLOP/s before the run, %.1f "
             "after",

@@ -5,8 +5,16 @@
 #include "runtime/device.h"
 #include "train.h"
 
-// --dry-run: parameters, FLOPs, bytes held and sent, and the classic estimates beside ours.
+// --dry-run: parameters, FLOPs, bytes held (by ZeRO stage too) and sent, and the classic estimates beside ours.
 void report_dry_run(const Model *m, const Ledger *predicted);
+// Model state of a rank in the usual convention (Rajbhandari et al. 2020, "ZeRO", figure 1): 2 + 2 + 12 bytes a
+// parameter in a bf16 build (optimizer: two moments and the fp32 masters), 4 + 4 + 8 in an fp32 build; fp32 accumulation
+// of bf16 gradients adds 4 to them. Each part is divided by the ranks from its stage on. What ZeRO-2 and -3 hold whole
+// while it is in use is not in it.
+typedef struct {
+    double weights, gradients, optimizer;
+} ZeroBytes;
+ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate_fp32);
 // --explain: the grid, the buckets and the messages of a step.
 void report_explain(const Model *m);
 // The memory table; measured is NULL where nothing ran yet.

@@ -34,14 +34,17 @@ typedef struct {
     long micro_batch, accum, batch_tokens, steps, warmup;
     double lr, min_lr, beta1, beta2, weight_decay, grad_clip;
     // parallel
-    long ranks, dp;
+    long ranks, dp, zero;
+    double bucket_mb;
+    bool no_overlap;
     // memory and precision
     int recompute, attention, matmul;
     bool grad_accum_fp32, lazy_optimizer;
     // run
     long eval_every, eval_batches, sample, save_every, keep;
-    const char *init, *save, *resume, *log;
-    double peak_tflops;
+    long check_replicas;
+    const char *init, *save, *resume, *log, *trace;
+    double timeout, peak_tflops;
     bool dry_run, json, explain, quiet;
     // derived
     long positions; // rows of the learned position table: ≥ seq (gpt2); 0 (llama)
@@ -65,21 +68,38 @@ typedef struct {
     size_t rows, cols;  // the true shape; cols = 1 where ndim is 1
     size_t padded_rows; // rows in memory: the vocabulary is padded, all else is not
     Split split;
-    int bucket;
+    int unit, bucket;
     size_t offset; // of its first element in the bucket
     float init;    // standard deviation of the initial values; 0: zeros; −1: ones
-    size_t place;  // where its address stands in Block or Ends
+    size_t place;  // offset of the pointer to it in Block or Ends
 } Param;
 
-// All parameters of one unit (the embedding, a block, the head) in one flat buffer: what data parallelism reduces.
+// A unit is the embedding (unit 0), a block (1 … L) or the head (L + 1). All parameters of one unit, or of several
+// neighbours (--bucket-mb; never the embedding), lie in one flat buffer: what data parallelism reduces, ZeRO shards
+// and ZeRO-3 gathers. Of its elements, this rank's *shard* is the part that a reduce-scatter brings it; *its own* are
+// those that its optimizer updates: all of them at ZeRO-0, the shard from ZeRO-1 on.
 typedef struct {
     char name[32];
+    int first_unit, last_unit;
     int first_param, n_params;
-    size_t count; // elements
+    size_t count;            // elements
+    size_t shard, shard_end; // from, up to
+    size_t own, own_end;
+    // Whole: [count]. ZeRO-3's weights and ZeRO-2's gradients are whole while they are used, and share this memory
+    // with other buckets.
     floatX *weight, *grad;
     float *grad32; // fp32 sum of the micro-batches' gradients (--grad-accum-fp32 in a bf16 build), or NULL
+    // What stays: [own_end − own]; where the whole ones stay, the first three point into them.
+    floatX *own_weight, *own_grad;
+    float *own_grad32;
     float *master, *m, *v;  // fp32 weights (bf16 builds) and AdamW's moments
-    size_t *decay, n_decay; // ranges of elements that decay: the matrices
+    size_t *decay, n_decay; // ranges of its own elements that decay: the matrices
+    // Where it stands.
+    bool whole;    // the weights are, or will be once their gather is done
+    bool open;     // the gradient is being added to, by one micro-batch
+    bool reducing; // its reduction is under way, or not waited for yet
+    long summed;   // micro-batches of this step that are in the gradient
+    Work gather, reduce;
 } Bucket;
 
 // ---- The model ---------------------------------------------------------------------------------------------------------
@@ -132,6 +152,9 @@ typedef struct {
     int n_params;
     Bucket *bucket;
     int n_buckets;
+    int n_units;
+    int *bucket_of;    // [n_units]
+    uint64_t data;     // fingerprint of the training data
     size_t parameters; // true count: without the vocabulary's padding
 
     Ends ends, d_ends;
@@ -150,6 +173,12 @@ typedef struct {
     floatX *temp_c, *temp_f;     // [N, C], [N, F]: what lives within one F or I
     void *workspace;             // for kernels
 
+    // The first parameter whose gradient was not finite on this rank, before any sum (−1: none), and in which micro-batch.
+    struct {
+        int param;
+        long micro;
+    } not_finite;
+
     NormForward *norm_forward;
     NormBackward *norm_backward;
     ActivationForward *act_forward;
@@ -163,16 +192,23 @@ typedef struct {
 } OptimizerStep;
 
 // ---- dp_zero.c: data parallelism -----------------------------------------------------------------------------------------
-// Reserves the buckets' weights, gradients and optimizer state (the last at first use with --lazy-optimizer).
+typedef enum { FORWARD, BACKWARD } Pass;
+
+// Fills the buckets (once), and reserves their weights, gradients and optimizer state (the last at first use with
+// --lazy-optimizer).
 void dp_reserve(Model *m);
-// A step begins: gradients are zero. A micro-batch ends: with fp32 accumulation its gradient joins the sum.
-void dp_clear_gradients(Model *m);
-void dp_accumulate_gradients(Model *m);
-// Sums every bucket's gradient over the data-parallel ranks, one all-reduce a bucket. Call after the last micro-batch.
-void dp_reduce_gradients(Model *m);
-// The global gradient's L2 norm, every distinct element counted once; call after the reduction.
+// Around a unit's forward, or its backward. Begin: its weights are whole, the next bucket's are on their way; in a
+// backward, the gradient is ready to be added to. End of a backward: once all units of the bucket are through, ZeRO-3
+// lets go of its weights, and the sum over ranks of its gradient starts (below ZeRO-2, with the last micro-batch). The
+// tied embedding's gradient is begun by the head.
+void dp_begin(Model *m, int unit, Pass pass);
+void dp_end(Model *m, int unit, Pass pass);
+// Own weights have changed (initial values, a file's, a step's). Where every rank keeps the whole ones but updates a shard
+// (ZeRO-1 and -2), an all-gather a bucket starts; at ZeRO-3 the next dp_begin gathers.
+void dp_share_weights(Model *m);
+// Waits for the reductions. The global gradient's L2 norm, every distinct element counted once.
 double dp_grad_norm(Model *m);
-// Clips by the norm and takes one AdamW step on every bucket.
+// Clips by the norm, takes one AdamW step on what is this rank's own, and shares the weights.
 void dp_optimizer_step(Model *m, double grad_norm, OptimizerStep s);
 
 #endif

@@ -1,20 +1,24 @@
 // Trains GPT-2 and Llama-style language models. Reads top to bottom:
 //
 //   flags -> configuration -> data -> parameters -> memory -> a block, forward and backward -> the model
-//         -> one training step -> evaluation, sampling -> checkpoints -> main
+//         -> one training step -> evaluation, sampling -> main
 //
 // Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c),
-// what an operation computes in kernels/, and runtime/ is plumbing: memory, messages, files.
+// what an operation computes in kernels/, where values come from and are saved in state.c, what is printed in report.c, and
+// runtime/ is plumbing: memory, messages, files.
 //
 // Four letters name the work: F is a forward, I the gradient of an input, W the gradient of the weights, B = I, then W. (As
 // sizes, B, T, C, F … are those of train.h.) I and W are separate functions because pipeline schedules move W to where a rank would idle.
 #include "train.h"
 #include "report.h"
+#include "state.h"
 #include "runtime/checkpoint.h"
 #include "runtime/device.h"
 #include "runtime/fail.h"
 #include "runtime/launch.h"
 #include "runtime/log.h"
+#include "runtime/trace.h"
+#include "runtime/watchdog.h"
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
@@ -27,7 +31,8 @@
 // Flags
 // =====================================================================================================================
 
-#define NOT_GIVEN (-1) // the default of a number that follows from others
+#define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
+#define NOT_GIVEN     (-1) // the default of a number that follows from others
 
 static Config config = {
     .arch = NOT_GIVEN,
@@ -55,6 +60,7 @@ static Config config = {
     .dp = NOT_GIVEN,
     .eval_batches = 8,
     .keep = 2,
+    .timeout = 600,
     .peak_tflops = NOT_GIVEN,
 };
 
@@ -118,6 +124,9 @@ static const Flag flags[] = {
     {"parallel", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"ranks",      FLAG_INT, &config.ranks, "start this many ranks here, under mpirun", 1, 1e5, NULL},
     {"dp",         FLAG_INT, &config.dp, "data-parallel ranks; follows from the rest", 1, 1e5, NULL},
+    {"zero",       FLAG_INT, &config.zero, "shard over dp: 1 the optimizer, 2 gradients too, 3 weights too", 0, 3, NULL},
+    {"bucket-mb",  FLAG_REAL, &config.bucket_mb, "merge neighbouring blocks' buckets up to N MB of weights", 0, 1e6, NULL},
+    {"no-overlap", FLAG_SWITCH, &config.no_overlap, "wait for every message where it leaves", 0, 0, NULL},
     {"memory", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"recompute",  FLAG_CHOICE, &config.recompute, "forward work done again in the backward", 0, 0, "none|selective|full"},
     {"attention",  FLAG_CHOICE, &config.attention, "tiles, or the whole T×T matrix", 0, 0, "flash|naive"},
@@ -135,6 +144,9 @@ static const Flag flags[] = {
     {"keep",       FLAG_INT, &config.keep, "how many checkpoints stay", 1, 1e6, NULL},
     {"resume",     FLAG_TEXT, &config.resume, "go on from the newest checkpoint in this directory", 0, 0, NULL},
     {"log",        FLAG_TEXT, &config.log, "write JSON lines", 0, 0, NULL},
+    {"trace",      FLAG_TEXT, &config.trace, "write a Chrome trace of all ranks (ui.perfetto.dev)", 0, 0, NULL},
+    {"timeout",    FLAG_REAL, &config.timeout, "seconds of silence before who is missing is named; longer than a save takes", 1, 1e6, NULL},
+    {"check-replicas", FLAG_INT, &config.check_replicas, "compare all copies of each weight every N steps; 0: never", 0, COUNT, NULL},
     {"peak-tflops", FLAG_REAL, &config.peak_tflops, "a rank's peak, for MFU; else measured", 1e-6, 1e6, NULL},
     {"dry-run",    FLAG_SWITCH, &config.dry_run, "say what the run would need and send, and end", 0, 0, NULL},
     {"json",       FLAG_SWITCH, &config.json, "as JSON (with --dry-run)", 0, 0, NULL},
@@ -148,20 +160,6 @@ static const Flag flags[] = {
 // each filling in what is still open, and checked before anything is allocated
 // =====================================================================================================================
 
-// What makes two models the same model: written into checkpoints, taken from there where no flag says otherwise.
-static const struct {
-    const char *name, *flag;
-    long *value;
-} model_settings[] = {
-    {"layers", "layers", &config.layers},
-    {"heads", "heads", &config.heads},
-    {"kv_heads", "kv-heads", &config.kv_heads},
-    {"hidden", "hidden", &config.hidden},
-    {"ffn", "ffn", &config.ffn},
-    {"vocab", "vocab", &config.vocab},
-};
-#define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
-
 // A number of the file's description; 0 where it has none.
 static long meta_number(const SafeTensors *s, const char *path, const char *name) {
     const char *text = safetensors_meta(s, name);
@@ -173,7 +171,7 @@ static long meta_number(const SafeTensors *s, const char *path, const char *name
 }
 
 static void take_setting(const SafeTensors *s, const char *path, int i) {
-    long *value = model_settings[i].value, saved = meta_number(s, path, model_settings[i].name);
+    long *value = setting(&config, i), saved = meta_number(s, path, model_settings[i].name);
     if (!saved) return;
     if (*value == NOT_GIVEN) *value = saved;
     if (*value != saved)
@@ -197,7 +195,7 @@ static void config_from_file(const char *path) {
                      path, arch);
         c->arch = saved;
     }
-    for (size_t i = 0; i < LENGTH(model_settings); i++) take_setting(s, path, (int)i);
+    for (int i = 0; i < MODEL_SETTINGS; i++) take_setting(s, path, i);
     if (tie && c->tie && strcmp(tie, "1") != 0)
         fail_all(EXIT_USAGE, "--tie: %s holds a model with a head of its own; leave the flag out", path);
     if (tie) c->tie = strcmp(tie, "1") == 0;
@@ -225,8 +223,8 @@ static void config_from_preset(void) {
     if (c->ffn == NOT_GIVEN && c->hidden != NOT_GIVEN && p->ffn % p->hidden == 0)
         c->ffn = p->ffn / p->hidden * c->hidden;
     const long value[] = {p->layers, p->heads, p->kv_heads, p->hidden, p->ffn, p->vocab};
-    for (size_t i = 0; i < LENGTH(model_settings); i++)
-        if (*model_settings[i].value == NOT_GIVEN && value[i] > 0) *model_settings[i].value = value[i];
+    for (int i = 0; i < MODEL_SETTINGS; i++)
+        if (*setting(c, i) == NOT_GIVEN && value[i] > 0) *setting(c, i) = value[i];
 }
 
 // Refuses x where `step` does not divide it, and suggests the multiples of `step` on both sides of x.
@@ -286,6 +284,8 @@ static void config_check(Config *c, long world) {
     }
     c->global_batch = c->micro_batch * c->accum * c->dp;
     if (c->save_every && !c->save) fail_all(EXIT_USAGE, "--save-every %ld: needs --save DIR", c->save_every);
+    if (c->log && c->trace && strcmp(c->log, c->trace) == 0)
+        fail_all(EXIT_USAGE, "--trace %s: --log writes there; nearest: %s.json", c->trace, c->trace);
     if (c->init && c->resume)
         fail_all(EXIT_USAGE, "--init %s: --resume brings its own weights; give one of the two", c->init);
     if (c->json && !c->dry_run) fail_all(EXIT_USAGE, "--json: goes with --dry-run");
@@ -305,6 +305,11 @@ static void say_without_effect(const Config *c) {
     if (flag_given(&config.keep) && !c->save) say("--keep changes nothing: no --save");
     if (flag_given(&config.eval_batches) && !val_data)
         say("--eval-batches changes nothing: no validation data");
+    if (c->zero > 0 && c->dp == 1)
+        say("--zero %ld changes nothing: one data-parallel rank holds all shards", c->zero);
+    if (c->no_overlap && c->dp == 1) say("--no-overlap changes nothing: one rank sends no messages");
+    if (c->check_replicas && (c->dp == 1 || c->zero == 3))
+        say("--check-replicas changes nothing: every weight is held once");
     if (flag_given(&config.matmul) && bf16_build) say("--matmul changes nothing: this build's values are bf16");
 }
 
@@ -349,7 +354,7 @@ static void check_data(const Config *c) {
 }
 
 // =====================================================================================================================
-// Parameters: a table of names and shapes, laid out in buckets
+// Parameters: a table of names and shapes
 // =====================================================================================================================
 
 // Channels, channels of all query and of all key/value heads, channels in the MLP, vocabulary, positions.
@@ -411,12 +416,9 @@ static size_t dim_size(const Config *c, Dim d) {
     return (size_t)size[d];
 }
 
-// Appends one bucket and its parameters to the tables; prefix is "" or "blocks.3.".
-static void add_bucket(Model *m, const char *name, const char *prefix, const ParamSpec *spec, size_t n) {
+// Appends the parameters of one unit to the table; prefix is "" or "blocks.3.".
+static void add_unit(Model *m, const char *prefix, const ParamSpec *spec, size_t n) {
     const Config *c = &m->config;
-    Bucket *b = &m->bucket[m->n_buckets];
-    snprintf(b->name, sizeof b->name, "%s", name);
-    b->first_param = m->n_params;
     for (size_t i = 0; i < n; i++) {
         if (!(spec[i].archs & 1 << c->arch)) continue;
         Param *p = &m->param[m->n_params++];
@@ -427,92 +429,31 @@ static void add_bucket(Model *m, const char *name, const char *prefix, const Par
         p->padded_rows = spec[i].rows == DIM_V ? (size_t)c->padded_vocab : p->rows;
         p->split = spec[i].split;
         p->init = spec[i].init == STD_RESIDUAL ? STD / sqrtf(2 * (float)c->layers) : spec[i].init;
-        p->bucket = m->n_buckets;
-        p->offset = b->count;
+        p->unit = m->n_units;
         p->place = spec[i].place;
-        b->count += p->padded_rows * p->cols;
         m->parameters += p->rows * p->cols;
     }
-    b->n_params = m->n_params - b->first_param;
-    m->n_buckets++;
+    m->n_units++;
 }
 
-// The tables of parameters and buckets: sizes only, no memory for their values yet.
+// The table of parameters: names and shapes, no memory for their values yet.
 static void model_layout(Model *m) {
     const Config *c = &m->config;
     size_t L = (size_t)c->layers;
     m->param =
         host_alloc(LENGTH(embedding_params) + L * LENGTH(block_params) + LENGTH(head_params), sizeof(Param));
-    m->bucket = host_alloc(L + 2, sizeof(Bucket));
-    add_bucket(m, "embedding", "", embedding_params, LENGTH(embedding_params));
+    add_unit(m, "", embedding_params, LENGTH(embedding_params));
     for (size_t l = 0; l < L; l++) {
-        char name[32], prefix[32];
-        snprintf(name, sizeof name, "block %zu", l);
+        char prefix[32];
         snprintf(prefix, sizeof prefix, "blocks.%zu.", l);
-        add_bucket(m, name, prefix, block_params, LENGTH(block_params));
+        add_unit(m, prefix, block_params, LENGTH(block_params));
     }
-    add_bucket(m, "head", "", head_params, LENGTH(head_params) - (c->tie ? 1 : 0));
-    for (int i = 0; i < m->n_buckets; i++) {
-        Bucket *b = &m->bucket[i];
-        b->decay = host_alloc(2 * (size_t)b->n_params, sizeof(size_t));
-        for (const Param *p = m->param + b->first_param; p < m->param + b->first_param + b->n_params; p++) {
-            if (p->ndim == 1) continue;
-            b->decay[2 * b->n_decay] = p->offset;
-            b->decay[2 * b->n_decay++ + 1] = p->offset + p->padded_rows * p->cols;
-        }
-    }
+    add_unit(m, "", head_params, LENGTH(head_params) - (c->tie ? 1 : 0));
+    m->not_finite.param = -1;
     m->norm_forward = c->arch == ARCH_GPT2 ? layernorm_forward : rmsnorm_forward;
     m->norm_backward = c->arch == ARCH_GPT2 ? layernorm_backward : rmsnorm_backward;
     m->act_forward = c->arch == ARCH_GPT2 ? gelu_forward : swiglu_forward;
     m->act_backward = c->arch == ARCH_GPT2 ? gelu_backward : swiglu_backward;
-}
-
-// An initial value is a function of (seed, parameter, element): every layout starts from the same model.
-static uint64_t mix(uint64_t x) { // the finaliser of splitmix64 (Steele et al. 2014)
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
-
-static uint64_t name_hash(const char *name) { // FNV-1a
-    uint64_t h = 0xcbf29ce484222325u;
-    for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3u;
-    return h;
-}
-
-static double uniform(uint64_t stream, uint64_t i) { // in (0, 1)
-    return ((double)(mix(mix(stream + 0x9e3779b97f4a7c15u) + i * 0x9e3779b97f4a7c15u) >> 11) + 0.5) * 0x1p-53;
-}
-
-static float initial_value(const Param *p, uint64_t stream, size_t i) {
-    if (p->init <= 0) return -p->init;
-    double u = uniform(stream, 2 * i), v = uniform(stream, 2 * i + 1);
-    return (float)(p->init * sqrt(-2 * log(u)) * cos(2 * M_PI * v)); // Box-Muller
-}
-
-// Writes a whole parameter from fp32 values on the host: [rows, cols]. The vocabulary's padding stays zero.
-static void set_param(Model *m, const Param *p, const float *value) {
-    Bucket *b = &m->bucket[p->bucket];
-    size_t n = p->rows * p->cols;
-    if (b->master) device_copy_in(b->master + p->offset, value, n * sizeof(float));
-    floatX *rounded = host_alloc(n, sizeof(floatX));
-#pragma omp parallel for
-    for (size_t i = 0; i < n; i++) rounded[i] = to_floatX(value[i]);
-    device_copy_in(b->weight + p->offset, rounded, n * sizeof(floatX));
-    free(rounded);
-}
-
-static void init_params(Model *m) {
-    for (int i = 0; i < m->n_params; i++) {
-        const Param *p = &m->param[i];
-        uint64_t stream = mix((uint64_t)m->config.seed) ^ name_hash(p->name);
-        size_t n = p->rows * p->cols;
-        float *value = host_alloc(n, sizeof(float));
-#pragma omp parallel for
-        for (size_t j = 0; j < n; j++) value[j] = initial_value(p, stream, j);
-        set_param(m, p, value);
-        free(value);
-    }
 }
 
 // =====================================================================================================================
@@ -525,9 +466,9 @@ static void place_params(Model *m) {
         const Param *p = &m->param[i];
         if (p->place == FUSED) continue;
         const Bucket *b = &m->bucket[p->bucket];
-        bool ends = p->bucket == 0 || p->bucket == m->n_buckets - 1;
-        char *w = ends ? (char *)&m->ends : (char *)&m->block[p->bucket - 1];
-        char *d = ends ? (char *)&m->d_ends : (char *)&m->d_block[p->bucket - 1];
+        bool ends = p->unit == 0 || p->unit == m->n_units - 1;
+        char *w = ends ? (char *)&m->ends : (char *)&m->block[p->unit - 1];
+        char *d = ends ? (char *)&m->d_ends : (char *)&m->d_block[p->unit - 1];
         *(floatX **)(w + p->place) = b->weight + p->offset;
         *(floatX **)(d + p->place) = b->grad + p->offset;
     }
@@ -601,6 +542,52 @@ static void reserve_activations(Model *m) {
     head->x = alloc_x(cat, s.N * s.C);
 }
 
+// Bytes that a unit brings to life.
+typedef struct {
+    size_t whole, kept;    // activations: while it computes, and from its F to its B
+    size_t logits;         // from its F to its B
+    size_t dy, inside, dx; // output gradients of its B: what it gets, what stays in it, what it hands on
+} LiveBytes;
+
+static LiveBytes live_bytes(const Model *m, int unit) {
+    const Config *c = &m->config;
+    BlockSize s = block_size(m);
+    size_t x = s.N * s.C * sizeof(floatX), wide = s.N * (s.QKV + s.U) * sizeof(floatX),
+           row = s.N * sizeof(float);
+    size_t norm = c->arch == ARCH_GPT2 ? 2 * row : row;
+    if (unit == 0) return (LiveBytes){.dy = x}; // its output is the first block's x
+    if (unit == m->n_units - 1)
+        return (LiveBytes){.whole = 2 * x + norm,
+                           .kept = 2 * x + norm,
+                           .logits = s.N * (size_t)c->padded_vocab * sizeof(floatX) + row,
+                           .dx = x};
+    bool flash = c->attention == ATTENTION_FLASH;
+    size_t scores = flash ? s.H * row : s.N * s.H * m->T * sizeof(floatX);
+    size_t whole = 5 * x + wide + 2 * norm + scores + s.N * s.F * sizeof(floatX);
+    size_t kept[] = {whole, flash ? whole : whole - scores, x}; // by recomputation: none, selective, full
+    return (LiveBytes){.whole = whole, .kept = kept[c->recompute], .dy = x, .inside = wide + x, .dx = x};
+}
+
+// Enters them around its F or B. Before B, what F did not keep is computed again.
+static void enter_live(const Model *m, int unit, Pass pass, bool begins) {
+    LiveBytes b = live_bytes(m, unit);
+    ptrdiff_t whole = (ptrdiff_t)b.whole, again = (ptrdiff_t)(b.whole - b.kept);
+    if (pass == FORWARD) {
+        ledger_live(MEM_ACTIVATIONS, begins ? whole : -again);
+        ledger_live(MEM_LOGITS, begins ? (ptrdiff_t)b.logits : 0);
+    } else {
+        ledger_live(MEM_ACTIVATIONS, begins ? again : -whole);
+        ledger_live(MEM_LOGITS, begins ? 0 : -(ptrdiff_t)b.logits);
+        ledger_live(MEM_DOUT, begins ? (ptrdiff_t)(b.inside + b.dx) : -(ptrdiff_t)(b.inside + b.dy));
+    }
+}
+
+// After a forward without a backward nothing is read again.
+static void forget_activations(void) {
+    ledger_live(MEM_ACTIVATIONS, -(ptrdiff_t)ledger.live[MEM_ACTIVATIONS]);
+    ledger_live(MEM_LOGITS, -(ptrdiff_t)ledger.live[MEM_LOGITS]);
+}
+
 static size_t largest(size_t n, const size_t *x) {
     size_t best = 0;
     for (size_t i = 0; i < n; i++)
@@ -614,10 +601,10 @@ static void model_reserve(Model *m) {
     m->T = (size_t)c->seq;
     BlockSize s = block_size(m);
     size_t Vp = (size_t)c->padded_vocab, bucket = 0;
-    for (int i = 0; i < m->n_buckets; i++)
-        if (m->bucket[i].count > bucket) bucket = m->bucket[i].count;
 
     dp_reserve(m);
+    for (int i = 0; i < m->n_buckets; i++)
+        if (m->bucket[i].count > bucket) bucket = m->bucket[i].count;
     place_params(m);
     reserve_activations(m);
     for (int i = 0; i < 2; i++) { // only the residual stream's gradient of two blocks is needed at once
@@ -648,6 +635,7 @@ static void model_reserve(Model *m) {
                                                                 : naive_attention_workspace(attention_shape(m)),
                                 grad_norm_workspace(bucket)};
     m->workspace = device_alloc(MEM_WORKSPACE, largest(LENGTH(workspace), workspace));
+    ledger_live(MEM_WORKSPACE, (ptrdiff_t)ledger.held[MEM_WORKSPACE]);
 }
 
 // =====================================================================================================================
@@ -675,7 +663,7 @@ static void attention_backward(const Model *m, const Activations *a, floatX *dqk
                                  attention_shape(m), m->workspace);
 }
 
-// acts[l].x -> acts[l + 1].x
+// acts[l].x -> acts[l + 1].x. Between operations, here and in the backward, messages under way get their turn (comm_progress).
 static void block_forward(Model *m, long l) {
     BlockSize s = block_size(m);
     const Block *w = &m->block[l];
@@ -685,11 +673,15 @@ static void block_forward(Model *m, long l) {
     m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, w->norm1_weight, w->norm1_bias, s.N, s.C);
     matmul_forward(a->qkv, a->h1, w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV, m->workspace);
     if (m->rope) rope_forward(a->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
+    comm_progress();
     attention_forward(m, a);
+    comm_progress();
     matmul_forward(y, a->o, w->out_weight, w->out_bias, s.N, s.C, s.C, m->workspace);
 
     m->norm_forward(a->h2, a->mean2, a->rstd2, a->x_mid, a->x, y, w->norm2_weight, w->norm2_bias, s.N, s.C);
+    comm_progress();
     matmul_forward(a->up, a->h2, w->up_weight, w->up_bias, s.N, s.C, s.U, m->workspace);
+    comm_progress();
     m->act_forward(a->act, a->up, s.N, s.F);
     matmul_forward(y, a->act, w->down_weight, w->down_bias, s.N, s.F, s.C, m->workspace);
     residual_forward(m->acts[l + 1].x, a->x_mid, y, s.N * s.C);
@@ -707,12 +699,16 @@ static void block_backward_input(Model *m, long l) {
 
     matmul_backward_input(dact, d->down, w->down_weight, s.N, s.F, s.C, m->workspace);
     m->act_backward(d->up, dact, a->up, s.N, s.F);
+    comm_progress();
     matmul_backward_input(dh, d->up, w->up_weight, s.N, s.C, s.U, m->workspace);
     m->norm_backward(d->out, dw->norm2_weight, dw->norm2_bias, dh, d->down, a->x_mid, w->norm2_weight, a->mean2,
                      a->rstd2, s.N, s.C, m->workspace);
 
+    comm_progress();
     matmul_backward_input(dh, d->out, w->out_weight, s.N, s.C, s.C, m->workspace);
+    comm_progress();
     attention_backward(m, a, d->qkv, dh);
+    comm_progress();
     if (m->rope) rope_backward(d->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
     matmul_backward_input(dh, d->qkv, w->qkv_weight, s.N, s.C, s.QKV, m->workspace);
     m->norm_backward(dx, dw->norm1_weight, dw->norm1_bias, dh, d->out, a->x, w->norm1_weight, a->mean1,
@@ -732,8 +728,11 @@ static void block_backward_weight(Model *m, long l) {
     const Activations *a = &m->acts[l];
     const OutputGrads *d = &m->dout[l & 1];
     matmul_backward_weight(dw->down_weight, d->down, a->act, s.N, s.F, s.C, m->workspace);
+    comm_progress();
     matmul_backward_weight(dw->up_weight, d->up, a->h2, s.N, s.C, s.U, m->workspace);
+    comm_progress();
     matmul_backward_weight(dw->out_weight, d->out, a->o, s.N, s.C, s.C, m->workspace);
+    comm_progress();
     matmul_backward_weight(dw->qkv_weight, d->qkv, a->h1, s.N, s.C, s.QKV, m->workspace);
 }
 
@@ -775,12 +774,50 @@ static void head_backward_weight(Model *m) {
                            (size_t)m->config.padded_vocab, m->workspace);
 }
 
+static void unit_forward(Model *m, int unit, float dloss) {
+    if (unit == 0)
+        embedding_forward(m->acts[0].x, m->tokens, m->ends.wte, m->ends.wpe, m->positions, m->B, m->T,
+                          (size_t)m->config.hidden);
+    else if (unit < m->n_units - 1)
+        block_forward(m, unit - 1);
+    else
+        head_forward(m, dloss);
+}
+
+static void unit_backward(Model *m, int unit) {
+    if (unit == m->n_units - 1) {
+        head_backward_input(m);
+        head_backward_weight(m);
+    } else if (unit > 0) {
+        block_recompute(m, unit - 1);
+        block_backward_input(m, unit - 1);
+        block_backward_weight(m, unit - 1);
+    } else {
+        embedding_backward(m->d_ends.wte, m->d_ends.wpe, m->dout[1].down, m->tokens, m->positions, m->B, m->T,
+                           (size_t)m->config.hidden, (size_t)m->config.vocab, m->workspace);
+    }
+}
+
+// F or B of one unit: its parameters are there before, its gradients on their way after.
+static void run_unit(Model *m, int unit, Pass pass, float dloss) {
+    static const char *const name[3][2] = {
+        {"embedding F", "embedding B"}, {"block F", "block B"}, {"head F", "head B"}};
+    int kind = unit == 0 ? 0 : unit < m->n_units - 1 ? 1 : 2;
+    dp_begin(m, unit, pass);
+    double began = trace_begin();
+    enter_live(m, unit, pass, true);
+    if (pass == FORWARD)
+        unit_forward(m, unit, dloss);
+    else
+        unit_backward(m, unit);
+    enter_live(m, unit, pass, false);
+    trace_end("compute", name[kind][pass], kind == 1 ? unit - 1 : -1, began, 0);
+    dp_end(m, unit, pass);
+}
+
 // F of the whole model on the micro-batch in m->tokens. Returns the sum of the losses of its rows.
 static double model_forward(Model *m, float dloss) {
-    embedding_forward(m->acts[0].x, m->tokens, m->ends.wte, m->ends.wpe, m->positions, m->B, m->T,
-                      (size_t)m->config.hidden);
-    for (long l = 0; l < m->config.layers; l++) block_forward(m, l);
-    head_forward(m, dloss);
+    for (int unit = 0; unit < m->n_units; unit++) run_unit(m, unit, FORWARD, dloss);
     double sum = 0;
     float *losses = m->host_losses;
     device_copy_out(losses, m->losses, m->B * m->T * sizeof(float));
@@ -790,15 +827,7 @@ static double model_forward(Model *m, float dloss) {
 
 // I and W of the whole model, from the logits' gradient that model_forward left.
 static void model_backward(Model *m) {
-    head_backward_input(m);
-    head_backward_weight(m);
-    for (long l = m->config.layers - 1; l >= 0; l--) {
-        block_recompute(m, l);
-        block_backward_input(m, l);
-        block_backward_weight(m, l);
-    }
-    embedding_backward(m->d_ends.wte, m->d_ends.wpe, m->dout[1].down, m->tokens, m->positions, m->B, m->T,
-                       (size_t)m->config.hidden, (size_t)m->config.vocab, m->workspace);
+    for (int unit = m->n_units - 1; unit >= 0; unit--) run_unit(m, unit, BACKWARD, 0);
 }
 
 // =====================================================================================================================
@@ -856,33 +885,54 @@ typedef struct {
     bool stop;              // some rank was told to end
 } StepResult;
 
+// Says where a number that is none came from: the rank that first had one in a gradient of its own, and the parameter.
+static _Noreturn void fail_not_finite(Model *m, long step, StepResult r) {
+    Comm *world = m->grid.world;
+    int param = m->not_finite.param;
+    double place = INFINITY; // in the order of micro-batches, then of ranks
+    if (param >= 0) place = (double)m->not_finite.micro * world->size + world->rank;
+    double first = -comm_max(world, -place);
+    if (isinf(first))
+        fail_all(EXIT_RUNTIME,
+                 "step %ld: the loss is %g, the gradient's norm %g, while each rank's own gradient is finite; "
+                 "nothing is saved",
+                 step, r.loss, r.grad_norm);
+    param = (int)comm_sum(world, place == first ? param : 0);
+    fail_all(EXIT_RUNTIME,
+             "step %ld: the loss is %g, the gradient's norm %g; it began on rank %d, in the gradient of %s; "
+             "nothing is saved",
+             step, r.loss, r.grad_norm, (int)fmod(first, world->size), m->param[param].name);
+}
+
 static StepResult train_step(Model *m, long step) {
     const Config *c = &m->config;
     double tokens = (double)c->global_batch * (double)c->seq;
     enum { LOSS, STOP, SUMS };
     double sums[SUMS] = {0, 0};
 
-    dp_clear_gradients(m);
     for (long micro = 0; micro < c->accum; micro++) {
         load_micro_batch(m, step, micro);
+        double forward = trace_begin();
         sums[LOSS] += model_forward(m, (float)(1 / tokens));
+        trace_end("compute", "forward", micro, forward, 0);
+        double backward = trace_begin();
         model_backward(m);
-        dp_accumulate_gradients(m);
+        trace_end("compute", "backward", micro, backward, 0);
     }
-    dp_reduce_gradients(m);
+    double norm = dp_grad_norm(m);
     sums[STOP] = stop_signal != 0;
     comm_wait(comm_all_reduce(m->grid.world, sums, SUMS, DTYPE_F64));
 
-    StepResult r = {.loss = sums[LOSS] / tokens, .grad_norm = dp_grad_norm(m), .stop = sums[STOP] > 0};
-    if (!isfinite(r.loss) || !isfinite(r.grad_norm))
-        fail_all(EXIT_RUNTIME, "step %ld: the loss is %g, the gradient's norm %g; nothing is saved", step + 1,
-                 r.loss, r.grad_norm);
+    StepResult r = {.loss = sums[LOSS] / tokens, .grad_norm = norm, .stop = sums[STOP] > 0};
+    if (!isfinite(r.loss) || !isfinite(r.grad_norm)) fail_not_finite(m, step + 1, r);
+    double optimizer = trace_begin();
     dp_optimizer_step(m, r.grad_norm, (OptimizerStep){.lr = (float)learning_rate(c, step), .step = step + 1});
+    trace_end("compute", "optimizer", step + 1, optimizer, 0);
     return r;
 }
 
 // =====================================================================================================================
-// Evaluation and sampling: F alone; nothing of the training state changes, and their work is not counted
+// Evaluation and sampling: F alone; nothing of the training state changes, and their FLOPs are not counted
 // =====================================================================================================================
 
 // Mean loss over the first --eval-batches global batches of the validation set, or all of it where that is less. Rows
@@ -903,6 +953,7 @@ static double evaluate(Model *m) {
         }
         send_rows(m);
         sum += model_forward(m, 0);
+        forget_activations();
     }
     kernel_flops = trained;
     return comm_sum(dp, sum) / ((double)n * (double)c->seq);
@@ -934,14 +985,17 @@ static void sample(Model *m, long count, long step) {
     KernelFlops trained = kernel_flops;
     m->B = 1;
     memset(m->host_targets, 0xff, T * sizeof(int32_t));
-    for (long i = 1; i <= count && !stop_signal; i++) {
+    for (long i = 1; i <= count && comm_all_true(m->grid.world, !stop_signal);
+         i++) { // all ranks or none, for ZeRO-3
         m->T = (size_t)i < T ? (size_t)i : T;
         memcpy(m->host_tokens, token + i - (long)m->T, m->T * sizeof(int32_t));
         send_rows(m);
         model_forward(m, 0);
+        forget_activations();
         device_copy_out(logits, m->logits + (m->T - 1) * (size_t)c->padded_vocab, V * sizeof(floatX));
-        token[i] = draw(logits, (long)V,
-                        uniform(mix((uint64_t)c->seed) ^ name_hash("sample") ^ (uint64_t)step, (uint64_t)i));
+        token[i] =
+            draw(logits, (long)V,
+                 random_uniform(random_stream((uint64_t)c->seed, "sample") ^ (uint64_t)step, (uint64_t)i));
         bool printable = (token[i] >= 32 && token[i] < 127) || token[i] == '\n' || token[i] == '\t';
         length += (size_t)(text ? sprintf(out + length, "%c", printable ? token[i] : '?')
                                 : sprintf(out + length, "%d ", token[i]));
@@ -953,157 +1007,6 @@ static void sample(Model *m, long count, long step) {
     free(token);
     free(logits);
     free(out);
-}
-
-// =====================================================================================================================
-// Checkpoints: which pieces this rank writes, and what describes the model
-// =====================================================================================================================
-
-enum { MAX_META = 16 };
-typedef struct {
-    Meta meta[MAX_META];
-    char value[MAX_META][32];
-    int n;
-} MetaList;
-
-static void add_meta(MetaList *list, const char *key, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-static void add_meta(MetaList *list, const char *key, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    vsnprintf(list->value[list->n], sizeof list->value[0], format, args);
-    va_end(args);
-    list->meta[list->n] = (Meta){key, list->value[list->n]};
-    list->n++;
-}
-
-static void add_model_meta(MetaList *list, const Config *c) {
-    add_meta(list, "arch", "%s", flag_choice(ARCHS, c->arch));
-    for (size_t i = 0; i < LENGTH(model_settings); i++)
-        add_meta(list, model_settings[i].name, "%ld", *model_settings[i].value);
-    add_meta(list, "seq", "%ld", c->positions ? c->positions : c->seq);
-    add_meta(list, "trained_seq", "%ld", c->seq);
-    add_meta(list, "rope_theta", "%.9g", c->rope_theta);
-    add_meta(list, "tie", "%d", c->tie);
-}
-
-// The part of parameter i that lies in this rank's shard of its bucket: every element is written by one rank.
-static Piece shard_piece(const Model *m, int i, int tensor, float *bucket_values) {
-    const Param *p = &m->param[i];
-    size_t count = m->bucket[p->bucket].count;
-    size_t begin = comm_shard_begin(count, m->grid.dp->size, m->grid.dp->rank);
-    size_t end = comm_shard_begin(count, m->grid.dp->size, m->grid.dp->rank + 1);
-    size_t p_end = p->offset + p->rows * p->cols; // the padding is not saved
-    if (begin < p->offset) begin = p->offset;
-    if (end > p_end) end = p_end;
-    if (begin >= end) return (Piece){.tensor = tensor, .data = bucket_values};
-    return (Piece){.tensor = tensor,
-                   .offset = begin - p->offset,
-                   .run = end - begin,
-                   .runs = 1,
-                   .data = bucket_values + begin};
-}
-
-static float *master_weights(const Bucket *b) {
-    return b->master ? b->master : (float *)(void *)b->weight;
-}
-
-// The last update may have left what no loss has seen yet.
-static void must_be_finite(Model *m, long step) {
-    double squares = 0;
-    for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++)
-        grad_norm_squared(&squares, NULL, master_weights(b), b->count, m->workspace);
-    if (!isfinite(comm_sum(m->grid.world, squares)))
-        fail_all(EXIT_RUNTIME, "step %ld: the weights are not finite; this step is not saved", step);
-}
-
-static bool save(Model *m, long step) {
-    must_be_finite(m, step);
-    const Config *c = &m->config;
-    int n = m->n_params;
-    TensorInfo *tensor = host_alloc(3 * (size_t)n, sizeof *tensor);
-    Piece *piece = host_alloc(3 * (size_t)n, sizeof *piece);
-    char(*moment)[72] = host_alloc(2 * (size_t)n, sizeof *moment);
-    for (int i = 0; i < n; i++) {
-        const Param *p = &m->param[i];
-        Bucket *b = &m->bucket[p->bucket];
-        tensor[i] = (TensorInfo){p->name, p->ndim, {p->rows, p->cols}};
-        piece[i] = shard_piece(m, i, i, master_weights(b));
-        for (int k = 0; k < 2; k++) { // the optimizer's file holds NAME.m and NAME.v, side by side
-            int j = 2 * i + k;
-            snprintf(moment[j], sizeof *moment, "%s.%c", p->name, k == 0 ? 'm' : 'v');
-            tensor[n + j] = (TensorInfo){moment[j], p->ndim, {p->rows, p->cols}};
-            piece[n + j] = shard_piece(m, i, j, k == 0 ? b->m : b->v);
-        }
-    }
-    MetaList model = {.n = 0}, run = {.n = 0};
-    add_model_meta(&model, c);
-    add_meta(&run, "step", "%ld", step);
-    add_meta(&run, "seed", "%ld", c->seed);
-    add_meta(&run, "global_batch", "%ld", c->global_batch);
-    add_meta(&run, "data", "%016llx", (unsigned long long)data_fingerprint(train_data));
-    const TensorFile files[] = {
-        {"weights.safetensors", tensor, n, piece, n, model.meta, model.n},
-        {"optimizer.safetensors", tensor + n, 2 * n, piece + n, 2 * n, run.meta, run.n},
-    };
-    bool saved = checkpoint_save(m->grid.world, c->save, step, files, LENGTH(files), (int)c->keep);
-    free(tensor);
-    free(piece);
-    free(moment);
-    return saved;
-}
-
-// Reads a whole tensor of parameter p to the host: [rows, cols], after a look at its shape.
-static void read_tensor(SafeTensors *s, const char *path, const Param *p, const char *name, float *out) {
-    int i = safetensors_find(s, name);
-    if (i < 0) fail_all(EXIT_USAGE, "%s: holds no tensor %s", path, name);
-    const size_t *shape;
-    int ndim = safetensors_shape(s, i, &shape);
-    size_t rows = ndim > 0 ? shape[0] : 0, cols = ndim > 1 ? shape[1] : 1;
-    if (ndim != p->ndim || rows != p->rows || cols != p->cols)
-        fail_all(EXIT_USAGE, "%s: %s is %zu × %zu, this model's is %zu × %zu", path, name, rows, cols, p->rows,
-                 p->cols);
-    safetensors_read(s, (Piece){.tensor = i, .run = rows * cols, .runs = 1, .data = out});
-}
-
-static void load_weights(Model *m, const char *path) {
-    SafeTensors *s = safetensors_open(path);
-    if (safetensors_count(s) > m->n_params)
-        fail_all(EXIT_USAGE, "%s: holds %d tensors, this model has %d", path, safetensors_count(s),
-                 m->n_params);
-    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
-        float *value = host_alloc(p->rows * p->cols, sizeof(float));
-        read_tensor(s, path, p, p->name, value);
-        set_param(m, p, value);
-        free(value);
-    }
-    safetensors_close(s);
-}
-
-// Everything else that a run needs to go on as if it had not stopped.
-static void load_optimizer(Model *m, const char *path) {
-    const Config *c = &m->config;
-    SafeTensors *s = safetensors_open(path);
-    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
-        const Bucket *b = &m->bucket[p->bucket];
-        size_t n = p->rows * p->cols;
-        float *value = host_alloc(n, sizeof(float));
-        for (int k = 0; k < 2; k++) {
-            char name[72];
-            snprintf(name, sizeof name, "%s.%c", p->name, k == 0 ? 'm' : 'v');
-            read_tensor(s, path, p, name, value);
-            device_copy_in((k == 0 ? b->m : b->v) + p->offset, value, n * sizeof(float));
-        }
-        free(value);
-    }
-    const char *batch = safetensors_meta(s, "global_batch"), *data = safetensors_meta(s, "data");
-    char fingerprint[32];
-    snprintf(fingerprint, sizeof fingerprint, "%016llx", (unsigned long long)data_fingerprint(train_data));
-    if (batch && strtol(batch, NULL, 10) != c->global_batch)
-        say("note: the checkpoint was made with %s sequences a step, this run takes %ld", batch,
-            c->global_batch);
-    if (data && strcmp(data, fingerprint) != 0) say("note: the checkpoint was made with other data");
-    safetensors_close(s);
 }
 
 // =====================================================================================================================
@@ -1165,13 +1068,15 @@ static Ledger predict(Model *m, int local_ranks) {
     // The least that any rank finds free, so that all decide alike. With --lazy-optimizer the moments are not counted: that run
     // is to fail where it asks for them, after its first backward.
     size_t available = (size_t)-comm_max(m->grid.world, -(double)device_free_memory(local_ranks));
-    size_t needed = predicted.total_peak - (lazy ? predicted.peak[MEM_OPTIMIZER] : 0);
+    size_t needed = (size_t)comm_max(
+        m->grid.world, (double)(predicted.total_peak - (lazy ? predicted.peak[MEM_OPTIMIZER] : 0)));
     if (!m->config.dry_run && !m->config.explain && needed > available) {
         report_memory(&predicted, NULL);
         fail_all(EXIT_USAGE,
-                 "a rank needs %.2f GB, %.2f GB are free; smaller: --micro-batch, --seq, --recompute full, "
+                 "a rank needs %.2f GB, %.2f GB are free; smaller: --micro-batch, --seq, --recompute full, %s"
                  "fewer --ranks",
-                 (double)needed * 1e-9, (double)available * 1e-9);
+                 (double)needed * 1e-9, (double)available * 1e-9,
+                 m->config.dp > 1 && m->config.zero < 3 ? "--zero 3, " : "");
     }
     return predicted;
 }
@@ -1185,12 +1090,14 @@ int main(int argc, char **argv) {
     char checkpoint[PATH_MAX - 32] = "";
     long first_step = configure(argc, argv, checkpoint, sizeof checkpoint);
     if (config.ranks != NOT_GIVEN && !config.dry_run && !config.explain)
-        launch_ranks((int)config.ranks, argc, argv);
+        launch_ranks((int)config.ranks, argc, argv, &stop_signal);
     int threads = launch_threads();
     Comm *world = comm_init(&argc, &argv);
+    watchdog_start(world, config.timeout);
     matmul_inputs_bf16 = config.matmul == MATMUL_BF16 && sizeof(floatX) == 4;
 
-    Model m = {.config = config, .grid = {.world = world}};
+    Model m = {
+        .config = config, .grid = {.world = world}, .data = train_data ? data_fingerprint(train_data) : 0};
     Config *c = &m.config;
     m.grid.dp = comm_split(world, 0, world->rank, "dp");
     model_layout(&m);
@@ -1201,6 +1108,7 @@ int main(int argc, char **argv) {
     if (c->explain) report_explain(&m);
     if (c->dry_run) report_dry_run(&m, &predicted);
     if (c->dry_run || c->explain) {
+        watchdog_stop();
         comm_finalize();
         return 0;
     }
@@ -1212,24 +1120,19 @@ int main(int argc, char **argv) {
             c->save, checkpoint_newest(c->save));
     log_open(c->log, c->resume); // after the lock: a run that is refused must not touch another's log
 
+    trace_open(world, c->trace);
     model_reserve(&m);
     m.host_tokens = host_alloc(m.B * m.T, sizeof(int32_t));
     m.host_targets = host_alloc(m.B * m.T, sizeof(int32_t));
     m.host_losses = host_alloc(m.B * m.T, sizeof(float));
     m.window = host_alloc(m.T + 1, sizeof(int32_t));
     set_positions(&m);
-    if (c->resume) {
-        char path[PATH_MAX];
-        snprintf(path, sizeof path, "%s/weights.safetensors", checkpoint);
-        load_weights(&m, path);
-        snprintf(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
-        load_optimizer(&m, path);
-        say("resumed %s", checkpoint);
-    } else if (c->init) {
-        load_weights(&m, c->init);
-    } else {
-        init_params(&m);
-    }
+    if (c->resume)
+        state_resume(&m, checkpoint);
+    else if (c->init)
+        state_load_weights(&m, c->init);
+    else
+        state_init(&m);
 
     double rate_before =
         c->peak_tflops > 0 ? c->peak_tflops * 1e12 * world->size : comm_sum(world, device_matmul_rate(threads));
@@ -1247,18 +1150,27 @@ int main(int argc, char **argv) {
                     (StepReport){step, r.loss, r.grad_norm, learning_rate(c, step - 1), seconds_now() - start},
                     rate_before);
         bool last = step == c->steps;
-        if (c->save && (last || r.stop || (c->save_every && step % c->save_every == 0))) saved = save(&m, step);
+        if (c->check_replicas && step % c->check_replicas == 0) state_check_replicas(&m, step);
+        if (c->save && (last || r.stop || (c->save_every && step % c->save_every == 0)))
+            saved = state_save(&m, step);
         if (!saved) comm_abort(EXIT_RUNTIME); // checkpoint_save has said why
         if (val_data && !r.stop && (last || (c->eval_every && step % c->eval_every == 0)))
             report_validation(step, evaluate(&m));
     }
+    if (c->check_replicas && c->dp > 1 && c->zero < 3 &&
+        step / c->check_replicas > first_step / c->check_replicas)
+        say("all copies of every weight are alike, bit by bit, at every step that --check-replicas looked at");
     if (r.stop) say("asked to end at step %ld%s", step, c->save ? ", saved" : "; nothing saved without --save");
     if (c->sample && !r.stop) sample(&m, c->sample, step);
 
+    for (int i = 0; i < m.n_buckets; i++)
+        comm_wait(m.bucket[i].gather); // the last step's, which no forward has awaited
     double rate_after = c->peak_tflops > 0 ? rate_before : comm_sum(world, device_matmul_rate(threads));
     report_end(&m, &predicted, r.loss, rate_before, rate_after);
+    trace_close(world);
     log_close();
     checkpoint_unlock();
+    watchdog_stop();
     comm_finalize();
     return 0;
 }

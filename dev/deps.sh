@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/.."
 packages="gcc libc6-dev make pkg-config libopenmpi-dev openmpi-bin libopenblas-dev libcjson-dev"
 if [ "${1:-build}" = test ]; then
-    packages="$packages clang libomp-dev libcmocka-dev curl ca-certificates python3 python3-venv python3-pip python3-pytest python3-numpy python3-torch"
+    packages="$packages clang libomp-dev libcmocka-dev curl ca-certificates iproute2 python3 python3-venv python3-pip python3-pytest python3-numpy python3-torch"
 fi
 
 if command -v dpkg-query >/dev/null 2>&1; then

@@ -19,14 +19,16 @@
 // Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 #include "comm.h"
 #include "fail.h"
+#include "log.h"
+#include "trace.h"
 #include "../kernels/precision.h"
 
 #include <assert.h>
 #include <math.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 #ifdef USE_MPI
 #include <mpi.h>
@@ -36,9 +38,13 @@
 
 // A slice also keeps MPI's int counts far from their end, however large the buffer.
 enum { SLICE_BYTES = 512 << 10, LANES = 4 };
+enum { TAG_CLOCK = 32767 }; // the largest that every MPI has
 
 const char *const comm_op_name[COMM_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                             "barrier"};
+static const char *const wait_name[COMM_OPS] = {"wait for all_reduce", "wait for reduce_scatter",
+                                                "wait for all_gather", "wait for broadcast",
+                                                "wait for barrier"};
 
 // One hop of one slice: what goes out, what comes in, and what becomes of it.
 typedef struct {
@@ -71,7 +77,10 @@ typedef struct Task {
     int root;
     size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
     int hops;                      // that a slice makes
+    int tag;                       // of lane 0's messages
     bool begun;
+    double began; // for the trace: when its turn came,
+    size_t sent;  // and what this rank has sent for it
     Lane lane[LANES];
 } Task;
 
@@ -82,6 +91,7 @@ struct CommRing {
     uint64_t started, done; // works, in order of their start
     char *staging;          // sums that are on their way through this rank: two slices a lane
     size_t staging_bytes;
+    struct Noted *noted;
     struct CommRing *next;
 };
 
@@ -104,10 +114,51 @@ static void *obtain(size_t bytes) {
     return memory;
 }
 
-static double now_ms(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
+// ---- notes for the watchdog -----------------------------------------------------------------------------------------
+typedef struct Noted {
+    _Atomic(const char *) name; // NULL: this place is free
+    atomic_int first;
+    atomic_uint_least64_t started, done, last, turn; // the last two packed, as below
+} Noted;
+static Noted noted[COMM_MOST];
+static atomic_int noted_latest, noted_wait = -1; // places in it
+static _Atomic double noted_moved;
+static atomic_bool halted;
+
+// Stores and loads that order nothing else: plain moves, which only must not tear.
+#define note(place, value) atomic_store_explicit(&(place), value, memory_order_relaxed)
+#define read_note(place)   atomic_load_explicit(&(place), memory_order_relaxed)
+
+static uint64_t packed(CommOp op, DType type, size_t count) {
+    return (uint64_t)count << 8 | (uint64_t)op << 4 | (uint64_t)type;
+}
+static CommStep unpacked(uint64_t step) {
+    return (CommStep){(CommOp)(step >> 4 & 15), (DType)(step & 15), step >> 8};
+}
+
+static Noted *note_group(const Comm *c) {
+    for (Noted *n = noted; n < noted + COMM_MOST; n++)
+        if (!read_note(n->name)) {
+            note(n->first, c->first), note(n->started, 0), note(n->done, 0), note(n->last, 0), note(n->turn, 0);
+            note(n->name, c->name);
+            return n;
+        }
+    fail_all(EXIT_RUNTIME, "a rank is in %d groups at most, and group %s is one more", COMM_MOST, c->name);
+}
+
+void comm_notes(CommNotes *notes) {
+    *notes = (CommNotes){
+        .latest = read_note(noted_latest), .waiting = read_note(noted_wait), .moved = read_note(noted_moved)};
+    for (int i = 0; i < COMM_MOST; i++) {
+        Noted *n = &noted[i];
+        CommNote *copy = &notes->group[i];
+        const char *name = read_note(n->name);
+        if (!name) continue;
+        strncpy(copy->name, name, sizeof copy->name - 1);
+        copy->first = read_note(n->first);
+        copy->started = read_note(n->started), copy->done = read_note(n->done);
+        copy->last = unpacked(read_note(n->last)), copy->turn = unpacked(read_note(n->turn));
+    }
 }
 
 // ---- the sums -------------------------------------------------------------------------------------------------------
@@ -224,6 +275,8 @@ static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
 static void begin(Comm *c, Task *t) {
     struct CommRing *ring = c->ring;
     t->begun = true;
+    t->began = trace_begin();
+    note(ring->noted->turn, packed(t->op, t->type, t->count));
     bool reduces = t->op == OP_REDUCE_SCATTER || t->op == OP_ALL_REDUCE;
     size_t staging = reduces ? comm_staging_bytes(t->count, t->type, c->size) : 0;
     if (staging > ring->staging_bytes) {
@@ -244,9 +297,11 @@ static void post(Comm *c, Task *t, int i) {
     Hop *hop = &lane->now;
     *hop = next_hop(c, t, lane);
     MPI_Comm mpi = c->ring->mpi;
-    mpi_check(MPI_Irecv(hop->receive, (int)hop->received, MPI_BYTE, hop->from, i, mpi, &lane->requests[0]));
-    mpi_check(MPI_Isend(hop->send, (int)hop->sent, MPI_BYTE, hop->to, i, mpi, &lane->requests[1]));
+    int tag = t->tag + i;
+    mpi_check(MPI_Irecv(hop->receive, (int)hop->received, MPI_BYTE, hop->from, tag, mpi, &lane->requests[0]));
+    mpi_check(MPI_Isend(hop->send, (int)hop->sent, MPI_BYTE, hop->to, tag, mpi, &lane->requests[1]));
     c->count[t->op].bytes += hop->sent;
+    t->sent += hop->sent;
     lane->posted = true;
 }
 
@@ -283,6 +338,8 @@ static bool advance(Comm *c) {
         for (int i = 0; i < LANES; i++) moved |= advance_lane(c, t, i);
         if (t->arrived < t->slices) break;
         ring->done = t->sequence;
+        note(ring->noted->done, ring->done);
+        if (c->size > 1) trace_end(c->name, comm_op_name[t->op], (long)t->sequence, t->began, t->sent);
         ring->first = t->next;
         free(t);
         moved = true;
@@ -292,12 +349,26 @@ static bool advance(Comm *c) {
 
 static bool advance_all(void) {
     bool moved = false;
+    if (read_note(halted)) return usleep(1000), false;
     for (struct CommRing *ring = rings; ring; ring = ring->next) moved |= advance(&ring->comm);
     return moved;
 }
 
+void comm_halt(void) {
+    note(halted, true);
+}
+
 void comm_progress(void) {
     advance_all();
+}
+
+// Says of which work a message is. A rank that leaves a collective out, or starts two the wrong way round, would else
+// have its numbers added to what they do not belong to, wherever the sizes agree. So they meet nothing, all wait, and
+// the watchdog names who does not fit.
+static int tag_of(const Task *t) {
+    uint64_t x = (t->sequence ^ packed(t->op, t->type, t->count) << 20) * 0x9E3779B97F4A7C15u;
+    x = (x ^ x >> 32) * 0xD6E8FEB86659FD93u;
+    return LANES * (int)((x >> 32) % (TAG_CLOCK / LANES));
 }
 
 static Work start(Comm *c, Task task) {
@@ -305,6 +376,10 @@ static Work start(Comm *c, Task task) {
     Task *t = obtain(sizeof *t);
     *t = task;
     t->sequence = ++ring->started;
+    t->tag = tag_of(t);
+    note(ring->noted->started, ring->started);
+    note(ring->noted->last, packed(t->op, t->type, t->count));
+    note(noted_latest, (int)(ring->noted - noted));
     c->count[t->op].calls++;
     if (c->size > 1 && t->op == OP_BARRIER) {
         t->slices = 1;
@@ -323,15 +398,22 @@ static Work start(Comm *c, Task task) {
 
 // Other ranks may be short of a core to run on, so an idle turn is given away.
 void comm_wait(Work w) {
+    if (!w.comm || w.comm->ring->done >= w.sequence) return;
     struct CommRing *ring = w.comm->ring;
-    if (ring->done >= w.sequence) return;
-    double began = now_ms();
+    double began = seconds_now();
     Task *t = ring->first;
     while (t->sequence != w.sequence) t = t->next;
     CommOp op = t->op;
+    note(noted_moved, began);
+    note(noted_wait, (int)(ring->noted - noted));
     while (ring->done < w.sequence)
-        if (!advance_all()) sched_yield();
-    w.comm->count[op].exposed_ms += now_ms() - began;
+        if (advance_all())
+            note(noted_moved, seconds_now());
+        else
+            sched_yield();
+    note(noted_wait, -1);
+    w.comm->count[op].exposed_ms += 1e3 * (seconds_now() - began);
+    if (w.comm->size > 1) trace_end("compute", wait_name[op], (long)w.sequence, began, 0);
 }
 
 // ---- the collectives ------------------------------------------------------------------------------------------------
@@ -383,7 +465,57 @@ bool comm_all_true(Comm *c, bool mine) {
     return comm_sum(c, mine ? 0 : 1) == 0;
 }
 
+// ---- clocks ---------------------------------------------------------------------------------------------------------
+
+static void message(Comm *c, bool mine, double *seconds, int other) {
+    MPI_Request request;
+    int n = sizeof *seconds, done = 0;
+    if (mine)
+        mpi_check(MPI_Isend(seconds, n, MPI_BYTE, other, TAG_CLOCK, c->ring->mpi, &request));
+    else
+        mpi_check(MPI_Irecv(seconds, n, MPI_BYTE, other, TAG_CLOCK, c->ring->mpi, &request));
+    for (;; sched_yield()) {
+        mpi_check(MPI_Testall(1, &request, &done, MPI_STATUSES_IGNORE));
+        if (done) return;
+    }
+}
+
+// Rank 0 tells one rank after another what its clock says. The answer was on its way for at most the time that the
+// question and it took together: the shortest knows best, and its error is at most half of that.
+double comm_clock_offset(Comm *c) {
+    enum { TIMES = 20 };
+    double offset = 0, shortest = INFINITY, theirs = 0;
+    comm_wait(comm_barrier(c));
+    for (int r = 1; r < c->size && c->rank == 0; r++)
+        for (int i = 0; i < TIMES; i++) {
+            message(c, false, &theirs, r);
+            theirs = seconds_now();
+            message(c, true, &theirs, r);
+        }
+    for (int i = 0; i < TIMES && c->rank != 0; i++) {
+        double asked = seconds_now();
+        message(c, true, &asked, 0);
+        message(c, false, &theirs, 0);
+        double answered = seconds_now();
+        if (answered - asked >= shortest) continue;
+        shortest = answered - asked;
+        offset = theirs - (asked + answered) / 2;
+    }
+    return offset;
+}
+
 // ---- groups ---------------------------------------------------------------------------------------------------------
+
+static int first_of(MPI_Comm mpi) {
+    MPI_Group members, all;
+    int first;
+    mpi_check(MPI_Comm_group(mpi, &members));
+    mpi_check(MPI_Comm_group(MPI_COMM_WORLD, &all));
+    mpi_check(MPI_Group_translate_ranks(members, 1, &(int){0}, all, &first));
+    mpi_check(MPI_Group_free(&members));
+    mpi_check(MPI_Group_free(&all));
+    return first;
+}
 
 // Takes over the MPI communicator.
 static Comm *comm_of(MPI_Comm mpi, const char *name) {
@@ -394,6 +526,8 @@ static Comm *comm_of(MPI_Comm mpi, const char *name) {
     ring->mpi = mpi;
     mpi_check(MPI_Comm_rank(mpi, &c->rank));
     mpi_check(MPI_Comm_size(mpi, &c->size));
+    c->first = first_of(mpi);
+    ring->noted = note_group(c);
     while (*end) end = &(*end)->next;
     return *end = ring, c;
 }
@@ -402,6 +536,11 @@ Comm *comm_init(int *argc, char ***argv) {
     int provided;
     // Without a launcher, Open MPI would start a daemon for this one rank, and want ssh for that.
     setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
+    // Over TCP a slice goes to the kernel whole, and travels while this process computes. By default it would ask
+    // first whether it may come, and the answer wait until the other side is between two operations: half of the
+    // overlap lost.
+    setenv("OMPI_MCA_btl_tcp_eager_limit", "1048576", 0);
+    setenv("OMPI_MCA_btl_tcp_max_send_size", "1048576", 0);
     mpi_check(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided));
     fail_abort = comm_abort;
     mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN)); // groups inherit it
@@ -439,6 +578,7 @@ void comm_free(Comm *c) {
         fail(EXIT_RUNTIME, "group %s ends with a %s under way", c->name, comm_op_name[ring->first->op]);
     while (*link != ring) link = &(*link)->next;
     *link = ring->next;
+    note(ring->noted->name, NULL);
     mpi_check(MPI_Comm_free(&ring->mpi));
     free(ring->staging);
     free(ring);

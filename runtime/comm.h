@@ -39,6 +39,7 @@ typedef struct {
 typedef struct Comm {
     const char *name; // "world", "dp": how counters, traces and error messages call it
     int rank, size;   // mine, and how many
+    int first;        // the world rank of its rank 0: tells groups of the same name apart
     CommCount count[COMM_OPS];
     struct CommRing *ring; // private: MPI communicator, queue of works, staging buffers
 } Comm;
@@ -54,6 +55,9 @@ Comm *comm_init(int *argc, char ***argv);
 void comm_finalize(void);
 // Ends every rank of the job with this exit code, from any one of them.
 _Noreturn void comm_abort(int code);
+// From any thread: nothing moves any more, and comm_wait does not return. For the moment between a verdict and the end,
+// in which MPI would complain of peers that are gone.
+void comm_halt(void);
 // The ranks of parent that pass the same color, ordered by (key, parent rank). Collective over the parent.
 Comm *comm_split(Comm *parent, int color, int key, const char *name);
 void comm_free(Comm *c);
@@ -78,7 +82,8 @@ Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
 Work comm_barrier(Comm *c);
 
-// Returns once w and everything started before it on its Comm is done. A test loop, with a progress call in it.
+// Returns once w and everything started before it on its Comm is done; at once for (Work){0}, which was never started.
+// A test loop, with a progress call in it.
 void comm_wait(Work w);
 // Moves whatever is under way; called between the operations of a block, so that messages travel during compute.
 void comm_progress(void);
@@ -87,11 +92,36 @@ void comm_progress(void);
 double comm_sum(Comm *c, double x); // the same bits on every rank
 double comm_max(Comm *c, double x);
 bool comm_all_true(Comm *c, bool mine); // do all ranks say true?
+// Seconds to add to this rank's CLOCK_MONOTONIC to have rank 0's, by the shortest of some messages there and back.
+// Collective over the world.
+double comm_clock_offset(Comm *world);
 
 // Ranks on this host: local rank and local size of the world, and on how many hosts it runs.
 typedef struct {
     int local_rank, local_size, hosts;
 } Host;
 Host comm_host(void);
+
+// What a rank does just now, as the main thread notes it with a few stores and any thread may read it (watchdog.c). Parts
+// of a note may be newer than others while something moves; where nothing moves, it is exact.
+enum { COMM_MOST = 16 }; // groups that a rank is in at a time
+typedef struct {
+    CommOp op;
+    DType type;
+    uint64_t count;
+} CommStep;
+typedef struct {
+    char name[16];
+    int first; // name and first say which group
+    uint64_t started, done;
+    CommStep last, turn; // the one that was started last, and the one that is under way: number done + 1
+} CommNote;
+typedef struct {
+    int latest;                // the group, of those below, that a work was started in last
+    int waiting;               // in which one comm_wait is; −1: in none
+    double moved;              // since when nothing has moved (CLOCK_MONOTONIC, seconds)
+    CommNote group[COMM_MOST]; // an empty name: no group
+} CommNotes;
+void comm_notes(CommNotes *notes);
 
 #endif

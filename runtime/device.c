@@ -1,6 +1,7 @@
 // The CPU as a device: memory comes from the heap, everything is synchronous. The ledger is the same on every device.
 #include "device.h"
 #include "fail.h"
+#include "trace.h"
 #include <cblas.h>
 #include <omp.h>
 #include <stdint.h>
@@ -11,9 +12,17 @@
 #include <unistd.h>
 
 const char *const mem_name[MEM_CATEGORIES] = {
-    [MEM_WEIGHTS] = "weights",     [MEM_GRADIENTS] = "gradients",         [MEM_MASTER] = "master",
-    [MEM_OPTIMIZER] = "optimizer", [MEM_ACTIVATIONS] = "activations",     [MEM_DOUT] = "dout",
-    [MEM_LOGITS] = "logits",       [MEM_COMMUNICATION] = "communication", [MEM_WORKSPACE] = "workspace",
+    [MEM_WEIGHTS] = "weights",
+    [MEM_GRADIENTS] = "gradients",
+    [MEM_MASTER] = "master",
+    [MEM_OPTIMIZER] = "optimizer",
+    [MEM_WHOLE_BUCKETS] = "whole_buckets",
+    [MEM_TIED] = "tied_embedding",
+    [MEM_ACTIVATIONS] = "activations",
+    [MEM_DOUT] = "dout",
+    [MEM_LOGITS] = "logits",
+    [MEM_COMMUNICATION] = "communication",
+    [MEM_WORKSPACE] = "workspace",
 };
 Ledger ledger;
 static bool dry;
@@ -24,6 +33,16 @@ void ledger_add(MemCategory category, ptrdiff_t bytes) {
     ledger.total += (size_t)bytes;
     if (*held > *peak) *peak = *held;
     if (ledger.total > ledger.total_peak) ledger.total_peak = ledger.total;
+}
+
+void ledger_live(MemCategory category, ptrdiff_t bytes) {
+    if (bytes == 0) return;
+    size_t *live = &ledger.live[category], *peak = &ledger.live_peak[category];
+    *live += (size_t)bytes;
+    ledger.live_total += (size_t)bytes;
+    if (*live > *peak) *peak = *live;
+    if (ledger.live_total > ledger.live_total_peak) ledger.live_total_peak = ledger.live_total;
+    trace_memory();
 }
 
 void *device_alloc(MemCategory category, size_t bytes) {

@@ -1,4 +1,5 @@
-// Memory: every allocation belongs to a named category, and the ledger knows how much of each is held, now and at peak.
+// Memory: every allocation belongs to a named category, and the ledger knows how much of each is held, now and at peak;
+// and how much of what is held is live: holds values that something will still read.
 //
 // All that a step needs is reserved before the first step, so that a run that will not fit says so at once. The same
 // code that reserves also predicts: in a dry run, device_alloc enters the ledger and takes no memory.
@@ -11,8 +12,10 @@
 typedef enum {
     MEM_WEIGHTS,
     MEM_GRADIENTS,
-    MEM_MASTER,    // fp32 copies of bf16 weights
-    MEM_OPTIMIZER, // AdamW's two moments
+    MEM_MASTER,        // fp32 copies of bf16 weights
+    MEM_OPTIMIZER,     // AdamW's two moments
+    MEM_WHOLE_BUCKETS, // ZeRO-2's and -3's: gradients and weights that are whole while in use
+    MEM_TIED, // the tied embedding's whole gradient (ZeRO-2 and -3) and weights (ZeRO-3): used at both ends
     MEM_ACTIVATIONS,
     MEM_DOUT, // output gradients that wait for W
     MEM_LOGITS,
@@ -26,6 +29,7 @@ typedef struct {
     size_t held[MEM_CATEGORIES]; // now
     size_t peak[MEM_CATEGORIES]; // the most ever
     size_t total, total_peak;    // all categories together
+    size_t live[MEM_CATEGORIES], live_peak[MEM_CATEGORIES], live_total, live_total_peak;
 } Ledger;
 extern Ledger ledger;
 
@@ -37,6 +41,8 @@ void device_dry_run(bool on);
 
 // Enters memory that a library or the ring holds: +bytes taken, −bytes given back.
 void ledger_add(MemCategory category, ptrdiff_t bytes);
+// What of the held memory comes alive (+bytes) or is read no more (−bytes): what --trace draws over time.
+void ledger_live(MemCategory category, ptrdiff_t bytes);
 // Zero-filled memory of the host, outside the ledger: tables and staging. fail (exit 3) where there is none.
 void *host_alloc(size_t count, size_t size);
 

@@ -93,7 +93,7 @@ static _Noreturn void become_mpirun(int ranks, int argc, char **argv) {
              strerror(errno));
 }
 
-void launch_ranks(int ranks, int argc, char **argv) {
+void launch_ranks(int ranks, int argc, char **argv, const volatile sig_atomic_t *asked_before) {
     if (ranks < 1) fail_all(EXIT_USAGE, "--ranks %d: a run has at least 1 rank", ranks);
     if (ranks == launch_size()) return;
     if (launched())
@@ -113,6 +113,7 @@ void launch_ranks(int ranks, int argc, char **argv) {
     for (size_t i = 0; i < sizeof passed / sizeof *passed; i++)
         if (signal(passed[i], pass_on) == SIG_IGN) signal(passed[i], SIG_IGN); // nohup
     signal(SIGALRM, again);
+    if (*asked_before) pass_on(SIGTERM);
     int status;
     while (waitpid(mpirun, &status, 0) < 0 && errno == EINTR) {
     }

@@ -32,12 +32,12 @@ def pytest_report_header(config):
 _built = {}
 
 
-def build(precision="fp32", sanitize="", mpi=1):
+def build(precision="fp32", sanitize="", mpi=1, program="train"):
     """The program of this variant, made at most once a session."""
-    key = (precision, sanitize, mpi)
+    key = (precision, sanitize, mpi, program)
     if key not in _built:
         variant = f"cpu-{precision}{'' if mpi else '-nompi'}{'-sanitized' if sanitize else ''}"
-        program = f"build/{variant}/train"
+        program = f"build/{variant}/{program}"
         options = [f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
         made = subprocess.run(
             ["make", "-s", "-C", str(ROOT), *options, program], capture_output=True, text=True, timeout=BUILD_SECONDS
@@ -125,6 +125,13 @@ def train(tmp_path):
         return r
 
     return train
+
+
+def checkpoint_bytes(directory, step):
+    """What a save of this step wrote, file by file."""
+    files = sorted((directory / f"step-{step:08d}").glob("*.safetensors"))
+    assert len(files) == 2, files
+    return [path.read_bytes() for path in files]
 
 
 WORDS = """the a of and to in that it was his her with for they at on by from when we there an she been their one all

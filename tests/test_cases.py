@@ -98,6 +98,20 @@ CASES = {
     "beta of one": ("--beta2 1", 2, r"--beta2 1: outside 0 to 0.999999"),
     "choice": ("--recompute ful", 2, r"--recompute ful: not one of none\|selective\|full; nearest: full$"),
     "preset": ("--model gpt2-125M", 2, r"--model gpt2-125M: .*nearest: gpt2-124M$"),
+    "stage above the last": ("--zero 4", 2, r"--zero 4: .*nearest: 3$"),
+    "stage below the first": ("--zero -1", 2, r"--zero -1: .*nearest: 0$"),
+    "stage between two": ("--zero 1.5", 2, r"--zero 1.5: .*nearest: [12]$"),
+    "stage in words": ("--zero three", 2, r"--zero three: "),
+    "stage by another name": ("--zero-stage 3", 2, r"--zero-stage: no such flag; nearest: --zero$"),
+    "bucket below nothing": ("--bucket-mb -1", 2, r"--bucket-mb -1: outside 0 to .*nearest: 0$"),
+    "bucket without a size": ("--bucket-mb nan", 2, r"--bucket-mb nan: not a number"),
+    "bucket with a unit": ("--bucket-mb 25MB", 2, r"--bucket-mb 25MB: not a number"),
+    "switch with a value": ("--no-overlap yes", 2, r"yes: not a flag"),
+    "the switch's other side": ("--overlap", 2, r"--overlap: no such flag; nearest: --no-overlap$"),
+    "replicas before the start": ("--check-replicas -1", 2, r"--check-replicas -1: outside 0 to .*nearest: 0$"),
+    "replicas of half a step": ("--check-replicas 0.5", 2, r"--check-replicas 0.5: not a whole number"),
+    "no patience": ("--timeout 0", 2, r"--timeout 0: outside 1 to .*nearest: 1$"),
+    "endless patience": ("--timeout inf", 2, r"--timeout inf: not a number"),
     # -- what does not go together
     "hidden over heads": ("--hidden 33", 2, r"--hidden 33: not a multiple of --heads = 4; nearest: 32 or 36$"),
     "hidden below heads": ("--hidden 3", 2, r"--hidden 3: not a multiple of --heads = 4; nearest: 4$"),
@@ -120,6 +134,8 @@ CASES = {
     # -- where to write
     "log nowhere": ("--log nowhere/log.jsonl", 2, r"--log nowhere/log.jsonl: No such file"),
     "log is a directory": ("--log empty_dir", 2, r"--log empty_dir: Is a directory"),
+    "trace nowhere": ("--trace nowhere/trace.json", 2, r"--trace nowhere/trace.json: No such file"),
+    "trace is a directory": ("--trace empty_dir", 2, r"--trace empty_dir: Is a directory"),
     "save into a file": ("--save text.txt", 2, r"text.txt: (Not a directory|File exists)"),
     # -- checkpoints
     "resume nothing": ("--resume empty_dir", 2, r"empty_dir has no checkpoint"),
@@ -146,9 +162,12 @@ CASES = {
         "--init shape.safetensors", 2, r"shape.safetensors: blocks.1.mlp.up.bias .*127.*128"),
     "init longer than the table": ("--init init.safetensors --seq 65", 2, r"--seq 65: longer than the position table"),
     # -- numbers that are none
-    "weights that are NaN": ("--init nan.safetensors --save unsaved", 3, r"step 1: the loss is -?nan"),
+    "weights that are NaN": (
+        "--init nan.safetensors --save unsaved", 3,
+        r"step 1: the loss is -?nan, .*began on rank 0, in the gradient of norm.bias; nothing is saved"),
     "a learning rate that explodes": (
-        "--lr 1000 --warmup 0 --weight-decay 1000 --steps 99 --save unsaved", 3, r"step \d+: .*(nan|inf)"),
+        "--lr 1000 --warmup 0 --weight-decay 1000 --steps 99 --save unsaved", 3,
+        r"step [2-9]: .*(nan|inf), .*began on rank \d, in the gradient of [\w.]+; nothing is saved"),
 }  # fmt: skip
 
 
@@ -244,8 +263,8 @@ def test_sanitized(name, place):
 
 BY_HAND = [
     "exactly B·T tokens", "token outside the vocabulary", "unknown flag", "not a number", "dp", "log nowhere",
-    "save into a file", "resume another model", "resume at the end", "weights cut short", "init of another shape",
-    "weights that are NaN", "too large for any machine",
+    "trace nowhere", "no patience", "save into a file", "resume another model", "resume at the end",
+    "weights cut short", "init of another shape", "weights that are NaN", "too large for any machine",
 ]  # fmt: skip
 
 
@@ -259,6 +278,38 @@ def test_mpirun_by_hand(name, place):
     lines = own_lines(r.stderr)
     assert len(lines) == 1 and re.search(pattern, lines[0]), f"once expected: {pattern}\n{r}"
     check_nothing_saved(place / "unsaved")
+
+
+FAULTY = "tests/train_with_faults"  # faults.c: what happens on one rank alone
+
+
+@pytest.mark.parametrize("zero, ranks, who, call, parameter", [
+    (0, 2, 1, 9 + 3, "blocks.1.mlp.up"), (1, 3, 2, 9 + 6, "blocks.0.mlp.down"),
+    (2, 2, 0, 3, "blocks.1.mlp.up"), (2, 3, 1, 9 + 1, "wte"),
+    (3, 2, 1, 5, "blocks.1.attention.k"), (3, 4, 3, 9 + 8, "blocks.0.attention.out"),
+])  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_not_a_number_on_one_rank(zero, ranks, who, call, parameter, precision, place):
+    """After the sum every rank has it; the one where it began is named, with the parameter. (In each of the two
+    micro-batches, nine products give weights' gradients: the head's, then a block's mlp.down, mlp.up, attention.out, and qkv.)"""
+    flags = f"--zero {zero} --accum 2 --micro-batch 2 --save unsaved --save-every 1"
+    env = {**CPU_ENV, "FAULT": f"nan:{who}:{call}"}
+    r = run_program(build(precision, program=FAULTY), words(flags), ranks, timeout=SECONDS, cwd=place, env=env)
+    began = rf"it began on rank {who}, in the gradient of {parameter}.weight; nothing is saved"
+    check(r, place, RUNTIME, rf"step 1: the loss is \d.*, the gradient's norm -?nan; {began}")
+
+
+@pytest.mark.parametrize("ranks, who, call, bucket", [
+    (2, 1, 1, "w[tp]e"), (3, 0, 2, r"blocks\.0\."), (3, 1, 4, r"norm\."), (4, 2, 3, r"blocks\.1\."),
+])  # fmt: skip
+@pytest.mark.parametrize("precision, kind", [("fp32", "flip"), ("bf16", "flip"), ("fp32", "drift"), ("bf16", "master")])
+def test_one_replica_differs(ranks, who, call, bucket, precision, kind, place):
+    """One bit of one weight (a moment, a master), flipped on one rank after an update (four: a bucket each) of step 2."""
+    env = {**CPU_ENV, "FAULT": f"{kind}:{who}:{4 + call}"}
+    run = words("--micro-batch 2 --check-replicas 2 --save unsaved --steps 6")
+    r = run_program(build(precision, program=FAULTY), run, ranks, timeout=SECONDS, cwd=place, env=env)
+    others = "rank 0's" if ranks == 2 else "the other ranks'"
+    check(r, place, RUNTIME, rf"step 2: rank {who}'s copy of {bucket}[\w.]+ differs from {others}$")
 
 
 def test_ranks_that_do_not_fit_the_launcher(place):
@@ -278,12 +329,21 @@ def test_ranks(flags, pattern, place):
     check(run_program(build(), words(flags), timeout=SECONDS, cwd=place, env=CPU_ENV), place, USAGE, pattern)
 
 
-def test_only_rank_0_cannot_open_its_log(place):
+@pytest.mark.parametrize("flag", ["--log", "--trace"])
+def test_only_rank_0_cannot_open_its_file(flag, place):
     """The others learn of it, at once."""
     began = time.monotonic()
-    r = run_program(build(), words("--log nowhere/log.jsonl --steps 100000"), 4, timeout=60, cwd=place, env=CPU_ENV)
+    r = run_program(build(), words(f"{flag} nowhere/file --steps 100000"), 4, timeout=60, cwd=place, env=CPU_ENV)
     assert time.monotonic() - began < 15
-    check(r, place, USAGE, r"--log nowhere/log.jsonl: No such file")
+    check(r, place, USAGE, rf"{flag} nowhere/file: No such file")
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_not_a_number_at_every_stage(zero, place):
+    """Wherever a gradient is kept, it is looked at before its sum; all ranks have a NaN in theirs, the first is named."""
+    flags = f"--zero {zero} --accum 2 --micro-batch 2 --init nan.safetensors --save unsaved --save-every 1"
+    r = run_program(build(), words(flags), 2, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    check(r, place, RUNTIME, r"step 1: the loss is -?nan, .*it began on rank 0, in the gradient of norm.bias;")
 
 
 def test_too_large_says_so_before_it_takes_memory(place):
@@ -353,6 +413,10 @@ def test_full_disk_for_the_log(small_disk, place):
     "--arch gpt2 --attention naive --recompute selective --vocab 261",
     "--arch llama --attention flash --recompute full --kv-heads 2 --seq 19",
     "--arch llama --attention naive --recompute none --matmul bf16 --tie",
+    "--arch gpt2 --zero 1 --bucket-mb 0.06 --ffn 77 --check-replicas 2",
+    "--arch gpt2 --zero 2 --ffn 77 --check-replicas 2 --no-overlap",
+    "--arch llama --zero 3 --ffn 77 --layers 3",
+    "--arch llama --zero 3 --tie --bucket-mb 1000 --lazy-optimizer",
 ])  # fmt: skip
 def test_sanitized_training(options, ranks, place, tmp_path):
     """Training, evaluation, a sample, a save and a resume without a word from ASan or UBSan."""

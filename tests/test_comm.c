@@ -4,6 +4,7 @@
 #include "runtime/comm.h"
 #include "runtime/fail.h"
 #include "runtime/launch.h"
+#include "runtime/watchdog.h"
 #include "kernels/precision.h"
 
 #include <setjmp.h>
@@ -401,6 +402,90 @@ static void test_staging(void **state) {
     agree();
 }
 
+static void test_never_started(void **state) {
+    (void)state;
+    comm_wait((Work){0});
+    agree();
+}
+
+// World ranks of the groups' first members: even ranks from below, odd ranks from above.
+static void test_first(void **state) {
+    (void)state;
+    int n = world->size, r = world->rank;
+    Comm *half = comm_split(world, r % 2, r % 2 ? -r : r, "half");
+    check(world->first == 0);
+    check(half->first == (r % 2 == 0 ? 0 : (n - 1) % 2 ? n - 1 : n - 2));
+    comm_free(half);
+    agree();
+}
+
+static void test_clock_offset(void **state) {
+    (void)state;
+    double offset = comm_clock_offset(world);
+    check(world->rank > 0 || offset == 0);
+    check(comm_host().hosts > 1 || fabs(offset) < 0.05); // the clock is the same one
+    agree();
+}
+
+static const CommNote *note_of(const CommNotes *notes, const char *name) {
+    for (int i = 0; i < COMM_MOST; i++)
+        if (strcmp(notes->group[i].name, name) == 0) return &notes->group[i];
+    return NULL;
+}
+
+static void test_notes(void **state) {
+    (void)state;
+    CommNotes notes;
+    float x[12] = {0}, all[12];
+    comm_notes(&notes);
+    check(!note_of(&notes, "noted"));
+    Comm *c = comm_split(world, world->rank % 2, 0, "noted");
+    comm_wait(comm_all_reduce(c, x, 12, DTYPE_F32));
+    Work w = comm_all_gather(c, all, x, 10, DTYPE_BF16);
+    comm_notes(&notes);
+    const CommNote *n = note_of(&notes, "noted");
+    check(n && n->first == world->rank % 2 && n->started == 2 && (n->done == 1 || n->done == 2));
+    check(n && n->last.op == OP_ALL_GATHER && n->last.type == DTYPE_BF16 && n->last.count == 10);
+    check(n && n->turn.op == OP_ALL_GATHER && n->turn.type == DTYPE_BF16 && n->turn.count == 10);
+    check(notes.waiting == -1 && &notes.group[notes.latest] == n);
+    comm_wait(w);
+    comm_notes(&notes);
+    n = note_of(&notes, "noted");
+    check(n && n->done == 2 && n->started == 2 && notes.waiting == -1);
+    comm_free(c);
+    comm_notes(&notes);
+    check(!note_of(&notes, "noted"));
+    agree();
+}
+
+// Starts, watches over something, ends, and does so again.
+static void test_watchdog(void **state) {
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        watchdog_start(world, 60);
+        float x[100] = {(float)world->rank};
+        for (int j = 0; j < 20; j++) comm_wait(comm_all_reduce(world, x, 100, DTYPE_F32));
+        if (i == 2) nanosleep(&(struct timespec){1, 0}, NULL); // so that some reports are sent
+        watchdog_stop();
+    }
+    agree();
+}
+
+// A wait may be longer than the timeout: only one in which nothing moves is a fault.
+static void test_long_wait(void **state) {
+    (void)state;
+    Work w = {0};
+    watchdog_start(world, 1.5);
+    for (int i = 0; i < 6; i++) {
+        if (world->rank > 0) nanosleep(&(struct timespec){0, 500000000}, NULL);
+        w = comm_barrier(world);
+        if (world->rank > 0) comm_wait(w);
+    }
+    comm_wait(w); // for all six of them
+    watchdog_stop();
+    agree();
+}
+
 // ---- other ways to start and to end, for test_comm.py ---------------------------------------------------------------
 
 static volatile sig_atomic_t caught;
@@ -426,6 +511,16 @@ static int show(const char *mode, int argc, char **argv) {
     if (strcmp(mode, "fail-all") == 0) fail_all(EXIT_USAGE, "--tp %d does not divide %d heads", 3, 8);
     if (strcmp(mode, "fail") == 0 && last) fail(EXIT_RUNTIME, "cannot open %s", "x");
     if (strcmp(mode, "killed") == 0 && last) raise(SIGKILL);
+    if (strcmp(mode, "crossed") == 0) { // two works of which every message has the same size, in two orders
+        float x[512] = {0}, y[512] = {0}, mine[512] = {0};
+        size_t shard = comm_shard_begin(512, world->size, 1);
+        watchdog_start(world, 3);
+        if (world->rank == 0) comm_reduce_scatter(world, mine, x, 512, DTYPE_F32);
+        Work w = comm_all_gather(world, y, mine + shard, 512, DTYPE_F32);
+        if (world->rank > 0) w = comm_reduce_scatter(world, mine, x, 512, DTYPE_F32);
+        comm_wait(w);
+        watchdog_stop();
+    }
     if (strcmp(mode, "start") == 0) {
         char line[512], *end = line;
         end += sprintf(end, "rank %d of %d, %d threads, omp %d, cores", world->rank, world->size, threads,
@@ -456,7 +551,7 @@ static int show(const char *mode, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i++)
-        if (strcmp(argv[i], "--ranks") == 0) launch_ranks(atoi(argv[i + 1]), argc, argv);
+        if (strcmp(argv[i], "--ranks") == 0) launch_ranks(atoi(argv[i + 1]), argc, argv, &(sig_atomic_t){0});
     if (argc > 1 && argv[1][0] != '-') return show(argv[1], argc, argv);
     world = comm_init(&argc, &argv);
     if (world->rank != 0 && !freopen("/dev/null", "w", stdout)) return 1;
@@ -465,7 +560,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_large_counts), cmocka_unit_test(test_barrier),
         cmocka_unit_test(test_split),        cmocka_unit_test(test_in_flight),
         cmocka_unit_test(test_progress),     cmocka_unit_test(test_small_things),
-        cmocka_unit_test(test_staging),
+        cmocka_unit_test(test_staging),      cmocka_unit_test(test_never_started),
+        cmocka_unit_test(test_first),        cmocka_unit_test(test_clock_offset),
+        cmocka_unit_test(test_notes),        cmocka_unit_test(test_watchdog),
+        cmocka_unit_test(test_long_wait),
     };
     // A rank that leaves a test must not leave the others waiting.
     setenv("CMOCKA_TEST_ABORT", "1", 1);

@@ -1,5 +1,6 @@
 """Groups of ranks: the collectives on several numbers of ranks, how a job starts itself, and how it ends."""
 import os
+import re
 import signal
 import subprocess
 import time
@@ -38,12 +39,12 @@ def mpirun(n, program, *arguments, options=(), **env):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_collectives(program, ranks):
     r = run_program(program, [], ranks)
-    assert r.code == 0 and "[  PASSED  ] 9 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 15 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 def test_collectives_without_mpi(program_without_mpi):
     r = run_program(program_without_mpi, [])
-    assert r.code == 0 and "[  PASSED  ] 9 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 15 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 # ---- how a job ends -----------------------------------------------------------------------------------------------
@@ -70,6 +71,14 @@ def test_one_line_under_plain_mpirun(program, mode, code):
     """Here mpirun lets a second pass between SIGTERM and SIGKILL: time for the others to say something, too."""
     r = mpirun(3, program, mode)
     assert r.returncode == code and [x[:7] for x in r.stderr.splitlines()] == ["train: "], f"{r}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_works_that_cross_are_not_added(program, ranks):
+    """Every message of the two has the same size: without a mark of its own, one would be taken for the other."""
+    r = run_program(program, ["crossed"], ranks, timeout=30)
+    line = "rank 0 is out of (step|order): it waits in reduce_scatter \\d+ of world \\(512 fp32\\); "
+    assert r.code == 3 and re.match("train: " + line, r.stderr) and r.stderr.count("\n") == 1, f"{r}"
 
 
 def test_a_killed_rank_ends_the_job(program):

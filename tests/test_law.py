@@ -1,34 +1,41 @@
 """The law: every layout is the same model.
 
-However a run is laid out (ranks, accumulation, recomputation, attention, …), ten steps give the loss and the gradient
+However a run is laid out (ranks, ZeRO stage, accumulation, recomputation, …), ten steps give the loss and the gradient
 norm of the one-rank run of the same global batch. AXES holds every option and its legal values, `legal` says which go
 together; a new strategy adds its axis and its rule here, and all of it is then crossed with all else: by pairs
-(make test), and by the whole product (make law).
+(make test), and by the product (make law). Where only the order of messages differs, not even a bit may.
 """
 import itertools
 import random
+import re
 
+import numpy as np
 import pytest
 
-from conftest import SEED, build, close, covering, draw, label, run_program
+from conftest import SEED, build, checkpoint_bytes, close, covering, draw, label, run_program
 
 STEPS = 10
 LOSS_TOLERANCE, NORM_TOLERANCE = 2e-5, 2e-4
-BATCH = 120  # sequences a step, over all ranks: divides by every ranks × accum below
+BATCH = 240  # sequences a step, over all ranks: divides by every ranks × accum below
+LAYERS = 3
 
 # What is trained: a layout is held against the one-rank run with the same values of these.
 MODEL_AXES = {
     "arch": ["gpt2", "llama"],
     "kv_heads": [8, 2],
     "tie": [True, False],
-    "seq": [16, 11],
+    "seq": [16, 11],  # gpt2's position table has the preset's 64 rows: the others get no gradient, and decay
+    "ffn": [152, 77],  # with 77, shards are unequal: see test_shards_are_unequal
 }
 # How it is laid out. The first value of each is the one-rank run's.
 LAYOUT_AXES = {
     "ranks": [1, 2, 3, 4, 6, 8],
+    "zero": [0, 1, 2, 3],
     "accum": [1, 2, 5],
     "recompute": ["none", "selective", "full"],
     "attention": ["flash", "naive"],
+    "bucket_mb": [0, 0.08, 1000],  # every block alone; the last with the head, others by twos if small; all in one
+    "no_overlap": [False, True],
     "grad_accum_fp32": [False, True],
     "lazy_optimizer": [False, True],
     "eval": [False, True],  # evaluation leaves training alone
@@ -43,11 +50,13 @@ def legal(x):
 
 
 def flags(x, text, steps=STEPS):
-    out = ["--arch", x["arch"], "--layers", 2, "--heads", 8, "--hidden", 64, "--ffn", 152, "--seed", 7]
-    out += ["--kv-heads", x["kv_heads"], "--seq", x["seq"], "--data", text, "--steps", steps]
-    out += ["--lr", 3e-3, "--min-lr", 1e-3, "--warmup", 3, "--weight-decay", 0.1, "--grad-clip", 1]
+    out = ["--arch", x["arch"], "--layers", LAYERS, "--heads", 8, "--hidden", 32, "--ffn", x["ffn"], "--kv-heads"]
+    out += [x["kv_heads"], "--seq", x["seq"], "--data", text, "--seed", x.get("seed", 7), "--steps", steps]
+    out += ["--lr", 3e-3, "--min-lr", 1e-3, "--warmup", 3, "--weight-decay", 0.1, "--grad-clip", x.get("grad_clip", 1)]
+    out += ["--peak-tflops", 1]  # measures nothing
     out += ["--micro-batch", BATCH // (x["ranks"] * x["accum"]), "--accum", x["accum"]]
     out += ["--recompute", x["recompute"], "--attention", x["attention"]]
+    out += ["--zero", x["zero"], "--bucket-mb", x["bucket_mb"], *(["--no-overlap"] if x["no_overlap"] else [])]
     out += ["--tie"] if x["tie"] and x["arch"] == "llama" else []
     out += ["--grad-accum-fp32"] if x["grad_accum_fp32"] else []
     out += ["--lazy-optimizer"] if x["lazy_optimizer"] else []
@@ -100,19 +109,22 @@ def test_random_layouts(launch, x):
     obey(launch, x)
 
 
-def whole_product():
-    """Every model × layout; the switches, which meet the rest by pairs above, are drawn: the product stays an afternoon's."""
-    r, switches = random.Random(SEED), [name for name, values in LAYOUT_AXES.items() if values == [False, True]]
-    multiplied = {name: values for name, values in AXES.items() if name not in switches}
-    for values in itertools.product(*multiplied.values()):
-        x = dict(zip(multiplied, values))
-        if legal(x):
-            yield {**x, **{name: r.random() < 0.5 for name in switches}}
+MULTIPLIED, DRAWS = ("arch", "ranks", "zero", "accum", "recompute"), 4
+
+
+def product():
+    """Every layout × architecture, four times; all else, which meets the rest by pairs above, is drawn each time."""
+    r = random.Random(SEED)
+    for values in itertools.product(*(AXES[name] for name in MULTIPLIED), range(DRAWS)):
+        x = {}
+        while not x or not legal(x):
+            x = {**{name: r.choice(axis) for name, axis in AXES.items()}, **dict(zip(MULTIPLIED, values))}
+        yield x
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("x", whole_product(), ids=label)
-def test_whole_product(launch, x):
+@pytest.mark.parametrize("x", product(), ids=label)
+def test_product(launch, x):
     obey(launch, x)
 
 
@@ -120,33 +132,93 @@ def layout(**options):
     return {**{name: values[0] for name, values in AXES.items()}, **options}
 
 
-@pytest.mark.parametrize("other", [{"arch": "llama"}, {"seq": 11}, {"kv_heads": 2}], ids=label)
+@pytest.mark.parametrize("other", [{"arch": "llama"}, {"seq": 11}, {"kv_heads": 2}, {"ffn": 77}], ids=label)
 def test_law_tells_models_apart(launch, other):
-    """The tolerances are tight enough to see a difference: another model breaks the law at every step."""
+    """The tolerances are tight enough to see a difference: another model breaks the law at every step, but for luck."""
     a, b = launch(layout()), launch(layout(**other))
-    assert not any(map(close, a.curve("loss"), b.curve("loss"), [LOSS_TOLERANCE] * STEPS))
-    assert not any(map(close, a.curve("grad_norm"), b.curve("grad_norm"), [NORM_TOLERANCE] * STEPS))
+    assert sum(map(close, a.curve("loss"), b.curve("loss"), [LOSS_TOLERANCE] * STEPS)) <= 1
+    assert sum(map(close, a.curve("grad_norm"), b.curve("grad_norm"), [NORM_TOLERANCE] * STEPS)) <= 1
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks": 3, "accum": 2, "arch": "llama"}, {"ranks": 8}], ids=label)
+@pytest.mark.parametrize("arch, bucket, ranks", [
+    ("gpt2", "block 0", (2, 3, 4, 6, 8)), ("gpt2", "block 1", (2, 3, 4, 6, 8)), ("gpt2", "block 1-head", (4, 8)),
+    ("gpt2", "embedding", (3, 6)), ("llama", "block 0", (3, 6)),
+])  # fmt: skip
+def test_shards_are_unequal(arch, bucket, ranks, text):
+    """What the law stands on: its buckets cannot be cut into equal parts. (A llama block is a multiple of hidden.)"""
+    x = layout(arch=arch, ffn=77, bucket_mb=0.08 if "-" in bucket else 0)
+    out = run_program(build(), [*flags(x, text), "--explain"]).stdout
+    (elements,) = re.findall(rf"^  {bucket}: (\d+) elements", out, re.M)
+    assert all(int(elements) % n for n in ranks), elements
+
+
+# ---- to the bit ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"ranks": 3, "accum": 2, "arch": "llama", "zero": 3}, {"ranks": 8}], ids=label)
 def test_same_layout_same_bits(launch, options):
     a, b = launch(layout(**options)), launch(layout(**options), again=True)
     for key in ("loss", "grad_norm"):
         assert a.curve(key) == b.curve(key), f"{a.command}"
 
 
-@pytest.mark.parametrize("ranks, accum", [(2, 1), (2, 5), (3, 1), (8, 1)])
-def test_bytes_of_data_parallelism(launch, ranks, accum):
-    """Every step, each rank sends 2 (N − 1)/N of the gradient, once however many micro-batches there are, and of one
-    double: the sum of squares."""
-    x = layout(ranks=ranks, accum=accum)
-    long, short = launch(x), launch(x, steps=2)
-    gradient, steps = 4 * long.one("start")["params"] + 8, STEPS - 2
-    sent = []
-    for rank in range(ranks):
-        per_run = [sum(c["bytes"] for c in r.one("end")["comm"] if c["rank"] == rank and c["group"] == "dp" and
-                       c["op"] in ("all_reduce", "reduce_scatter", "all_gather")) for r in (long, short)]  # fmt: skip
-        sent.append((per_run[0] - per_run[1]) / steps)
-    # Shards differ by an element: what single ranks send differs too, the sum over the ring does not.
-    assert sum(sent) == 2 * (ranks - 1) * gradient, sent
-    assert all(close(s, 2 * (ranks - 1) / ranks * gradient, 1e-3) for s in sent), sent
+BUILDS = {"fp32": ("fp32", []), "bf16": ("bf16", []), "bf16, sums in fp32": ("bf16", ["--grad-accum-fp32"])}
+
+
+@pytest.fixture
+def outcome(text, tmp_path):
+    """outcome(build, option=value, …) → what four steps leave behind: losses, norms, and the checkpoint's bytes."""
+    numbers = itertools.count()
+
+    def outcome(kind, **options):
+        precision, switches = BUILDS[kind]
+        x, directory = layout(ffn=77, **options), tmp_path / f"{next(numbers)}"
+        r = run_program(build(precision), [*flags(x, text, 4), *switches, "--save", directory], x["ranks"],
+                        log=f"{directory}.log")  # fmt: skip
+        assert r.code == 0, f"{r}"
+        return r.curve("loss"), r.curve("grad_norm"), checkpoint_bytes(directory, 4)
+
+    return outcome
+
+
+@pytest.mark.parametrize("ranks, clip, waits", [(2, 1, 0), (3, 0, 1), (4, 0.5, 2), (8, 0, 3)])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_one_micro_batch_same_bits_at_every_stage(kind, ranks, clip, waits, outcome):
+    """The same messages, the same sums; and one of the stages once more, with --no-overlap."""
+    run = {"kind": kind, "ranks": ranks, "grad_clip": clip}
+    want = outcome(**run)
+    for zero in (1, 2, 3):
+        assert outcome(**run, zero=zero) == want, f"--zero {zero}"
+    assert outcome(**run, zero=waits, no_overlap=True) == want, f"--zero {waits} --no-overlap"
+
+
+@pytest.mark.parametrize("arch, ranks, bucket_mb, waits", [("gpt2", 2, 0, (0, 3)), ("llama", 3, 0.08, (1, 2))])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_many_micro_batches_two_orders_of_sums(kind, arch, ranks, bucket_mb, waits, outcome):
+    """Stages 0 and 1 sum up a rank's micro-batches first, 2 and 3 the ranks' gradients first."""
+    run = {"kind": kind, "ranks": ranks, "accum": 5, "arch": arch, "tie": arch == "gpt2", "bucket_mb": bucket_mb}
+    stage = [outcome(**run, zero=zero) for zero in range(4)]
+    assert stage[0] == stage[1] and stage[2] == stage[3]
+    for a, b in zip(stage[0][1], stage[2][1]):
+        assert close(a, b, 2e-2), "nor are they far from each other"
+    exact = kind == "bf16, sums in fp32"  # a few numbers of 8 bits: no sum of them is rounded, whatever its order
+    assert exact or stage[0] != stage[2], "it is not after every micro-batch that stage 2 reduces"
+    for zero in waits:
+        assert outcome(**run, zero=zero, no_overlap=True) == stage[zero], f"--zero {zero} --no-overlap"
+
+
+def test_bf16_is_as_near_at_every_stage(text, tmp_path):
+    """Five bf16 sums over ranks instead of one take no run further from the fp32 one: the mean distance of the losses
+    over 40 steps and three models."""
+    sums = dict.fromkeys(("stage 0", "stage 2", "stage 3"), 0.0)
+    for seed in (1, 2, 3):
+
+        def losses(precision, **options):
+            x = layout(seed=seed, **options)
+            r = run_program(build(precision), flags(x, text, 40), x["ranks"], log=tmp_path / "log")
+            assert r.code == 0, f"{r}"
+            (tmp_path / "log").unlink()
+            return np.array(r.curve("loss"))
+
+        exact = losses("fp32")
+        for zero in (0, 2, 3):
+            sums[f"stage {zero}"] += np.abs(losses("bf16", ranks=4, accum=5, zero=zero) - exact).mean()
+    assert 0 < sums["stage 0"] and max(sums.values()) <= 1.5 * sums["stage 0"], sums

@@ -17,47 +17,145 @@ RANKS = "tests/test_law.py::test_every_pair_of_options"
 TEN_STEPS = "tests/test_oracle.py::test_ten_steps"
 GRADIENTS = "tests/test_oracle.py::test_gradients"
 
+SUMS = "tests/test_law.py::test_many_micro_batches_two_orders_of_sums"
+SENT = "tests/test_memory.py::test_bytes_sent_are_counted"
+HELD = "tests/test_memory.py::test_bytes_held_by_zero_stage"
+RESHARD = "tests/test_resume.py::test_from_any_layout_into_any_other"
+NOT_A_NUMBER = "tests/test_cases.py::test_not_a_number_on_one_rank"
+REPLICA = "tests/test_cases.py::test_one_replica_differs"
+
 MUTANTS = {
-    # data parallelism
-    "a bucket is not reduced": ("dp_zero.c", "i >= 0; i--", "i > 0; i--", LAW),
-    "nobody waits for the reduction": ("dp_zero.c", "    comm_wait(last); //", "    (void)last; //", LAW),
-    "the norm counts a shard twice": ("dp_zero.c", "size_t begin = comm_shard_begin(b->count, dp->size, dp->rank);",
-                                      "size_t begin = 0;", RANKS),
+    # data parallelism: what is summed, when
+    "a bucket is not reduced": (
+        "dp_zero.c", "    look_for_not_finite(m, b);\n    void *whole", "    if (i == 1) return;\n    void *whole",
+        LAW),
+    "the sum over ranks comes a micro-batch early": (
+        "dp_zero.c", "b->summed < m->config.accum) return;", "b->summed + 1 < m->config.accum) return;", RANKS),
+    "ZeRO-1 reduces after every micro-batch": (
+        "dp_zero.c", "if (m->config.zero < 2 && b->summed < m->config.accum)",
+        "if (m->config.zero < 1 && b->summed < m->config.accum)", RANKS),
+    "ZeRO-2 reduces after the last micro-batch alone": (
+        "dp_zero.c", "if (m->config.zero < 2 && b->summed < m->config.accum)",
+        "if (m->config.zero < 3 && b->summed < m->config.accum)", RANKS),
+    "the shard's sum is not carried on": (
+        "dp_zero.c", "device_copy(b->grad + b->own, b->own_grad, own_count(b) * sizeof(floatX));", ";", RANKS),
+    "the shard's fp32 sum is not carried on": (
+        "dp_zero.c", "device_copy(b->grad32 + b->own, b->own_grad32, own_count(b) * sizeof(float));", ";", SUMS),
+    "the shard's sum is carried to the bucket's start": (
+        "dp_zero.c", "device_copy(b->grad + b->own, b->own_grad,", "device_copy(b->grad, b->own_grad,", RANKS),
+    "accumulated gradients are not cleared": (
+        "dp_zero.c", "device_zero(b->grad, b->count * sizeof(floatX));", "", TEN_STEPS),
+    "fp32 sums are not cleared": (
+        "dp_zero.c", "if (b->grad32) device_zero(b->grad32, b->count * sizeof(float));", "", SUMS),
+    "fp32 sums travel as bf16": (
+        "dp_zero.c", "DType type = b->grad32 ? DTYPE_F32 : float_x;", "DType type = float_x;", SENT),
+    "a tied embedding is done with the head": (
+        "dp_zero.c", "    close_gradient(m, i);\n}",
+        "    close_gradient(m, i);\n    if (unit == m->n_units - 1 && m->config.tie) close_gradient(m, 0);\n}", RANKS),
+    "a tied embedding begins anew after the head": (
+        "dp_zero.c", "if (b->open) return;", "if (b->open && i) return;", RANKS),
+    "the embedding's reduction is not waited for": (
+        "dp_zero.c", "i >= 0; i--) finish_reduction", "i > 0; i--) finish_reduction", LAW),
+    "nobody waits for the reduction": ("dp_zero.c", "    comm_wait(b->reduce);", "", LAW),
+    "a slot is taken before its reduction is done": (
+        "dp_zero.c", "if (m->bucket[j].grad == b->grad) finish_reduction(m, j);",
+        "if (j == i) finish_reduction(m, j);", RANKS),
+    "--no-overlap waits for nothing": (
+        "dp_zero.c", "    if (m->config.no_overlap) comm_wait(w);\n", "", "tests/test_run.py::test_no_overlap"),
+    # ... where the weights are
+    "new weights are not shared": ("dp_zero.c", "        share_weights(m, i);\n        comm_progress();", "", RANKS),
+    "old weights stay": ("dp_zero.c", "set_whole(m, i, m->config.zero == 0);", "set_whole(m, i, true);", RANKS),
+    "the last step's weights are not awaited": (
+        "train_gpt2.cu", "        comm_wait(m.bucket[i].gather); //", "        ; //",
+        "tests/test_memory.py::test_a_run_with_no_evaluation_sends_what_is_said"),
+    "nobody waits for the weights": ("dp_zero.c", "        comm_wait(m->bucket[i].gather);\n", "", RANKS),
+    "the next weights take the slot in use": (
+        "dp_zero.c", "pass == FORWARD ? i + 1 : i - 1;", "pass == FORWARD ? i + 2 : i - 2;", RANKS),
+    "weights are not gathered for I": ("dp_zero.c", "if (pass == FORWARD || i > 0) {", "if (pass == FORWARD) {", RANKS),
+    "who lost the slot does not know": ("dp_zero.c", "set_whole(m, j, false); //", "; //", RANKS),
+    "weights are gathered for the embedding's backward": (
+        "dp_zero.c", "if (pass == FORWARD || i > 0) {", "if (true) {", SENT),
+    "what is still whole is gathered again": ("dp_zero.c", "    if (b->whole) return;\n", "", SENT),
+    "buckets are numbered from the back": ("dp_zero.c", "m->bucket_of[u] = n + 1 - m->bucket_of[u];", ";", SENT),
+    "blocks never share a bucket": ("dp_zero.c", "m->bucket_of[u] = fits ? n : ++n;", "m->bucket_of[u] = ++n;", HELD),
+    # ... and the step
+    "the norm counts all that is a rank's own": (
+        "dp_zero.c", "n = b->shard_end - b->shard, from = b->shard - b->own;", "n = own_count(b), from = 0;", RANKS),
+    "the norm is of the bucket's start": ("dp_zero.c", "from = b->shard - b->own;", "from = 0;", RANKS),
+    "the norm is a rank's own": ("dp_zero.c", "sqrt(comm_sum(m->grid.dp, squares))", "sqrt(squares)", LAW),
     "the clip forgets the norm": ("dp_zero.c", "c->grad_clip / grad_norm : 1", "c->grad_clip : 1", TEN_STEPS),
-    "accumulated gradients are not cleared": ("dp_zero.c", "device_zero(b->grad, b->count * sizeof(floatX));", "", TEN_STEPS),
+    "decay is not cut to the shard": ("dp_zero.c", "if (end > b->own_end) end = b->own_end;", "", RANKS),
+    "decay is counted from the bucket's start": (
+        "dp_zero.c", "b->decay[2 * b->n_decay] = begin - b->own;", "b->decay[2 * b->n_decay] = begin;", RANKS),
+    "vectors decay like matrices": (
+        "dp_zero.c", "if (p->ndim == 1 || begin >= end) continue;", "if (begin >= end) continue;", TEN_STEPS),
+    # what is found out
+    "replicas are not compared": ("state.c", "if (fewest < ranks)", "if (fewest < 1)", REPLICA),
+    "another rank's replica is blamed": (
+        "state.c", "if (alike <= fewest) odd = r,", "if (alike <= fewest) odd = ranks - 1 - r,", REPLICA),
+    "replicas are compared before they are there": (
+        "state.c", "        comm_wait(b->gather);\n", "", "tests/test_run.py::test_sound_replicas"),
+    "a NaN is looked for after the sum": (
+        "dp_zero.c", "    look_for_not_finite(m, b);\n    void *whole",
+        "    if (!b->grad32) comm_wait(comm_all_reduce(m->grid.dp, b->grad, b->count, float_x));\n"
+        "    look_for_not_finite(m, b);\n    void *whole",
+        NOT_A_NUMBER),
+    "the last rank with a NaN is named": (
+        "train_gpt2.cu", "* world->size + world->rank;", "* world->size - world->rank;",
+        "tests/test_cases.py::test_not_a_number_at_every_stage"),
+    "the first micro-batch is always named": (
+        "dp_zero.c", "m->not_finite.micro = b->summed;", "m->not_finite.micro = 1;", NOT_A_NUMBER),
     # the step
-    "the loss is scaled by a rank's own batch": ("train_gpt2.cu", "(float)(1 / tokens)",
-                                                 "(float)((double)m->grid.dp->size / tokens)", RANKS),
-    "ranks see the same sequences": ("train_gpt2.cu", "(uint64_t)dp->size + (uint64_t)dp->rank) * m->B",
-                                     "(uint64_t)dp->size) * m->B", LAW),
-    "vectors decay like matrices": ("train_gpt2.cu", "if (p->ndim == 1) continue;", "", TEN_STEPS),
+    "the loss is scaled by a rank's own batch": (
+        "train_gpt2.cu", "(float)(1 / tokens)", "(float)((double)m->grid.dp->size / tokens)", RANKS),
+    "ranks see the same sequences": (
+        "train_gpt2.cu", "(uint64_t)dp->size + (uint64_t)dp->rank) * m->B", "(uint64_t)dp->size) * m->B", LAW),
     "the warm-up starts at zero": ("train_gpt2.cu", "c->lr * (double)(step + 1)", "c->lr * (double)step", TEN_STEPS),
-    "nothing is computed again": ("train_gpt2.cu", "        block_recompute(m, l);\n", "", GRADIENTS),
-    "rows past the validation set count": ("train_gpt2.cu", "if (w >= n) memset(", "if (w > n) memset(",
-                                           "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
-    "a NaN is trained on": ("train_gpt2.cu", "if (!isfinite(r.loss) || !isfinite(r.grad_norm))", "if (r.loss > 1e30)",
-                            "tests/test_cases.py::test_alone"),
-    "all tensors start alike": ("train_gpt2.cu", "mix((uint64_t)m->config.seed) ^ name_hash(p->name)",
-                                "mix((uint64_t)m->config.seed)", "tests/test_run.py::test_initial_values"),
+    "nothing is computed again": ("train_gpt2.cu", "        block_recompute(m, unit - 1);\n", "", GRADIENTS),
+    "rows past the validation set count": (
+        "train_gpt2.cu", "if (w >= n) memset(", "if (w > n) memset(",
+        "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
+    "a NaN is trained on": (
+        "train_gpt2.cu", "if (!isfinite(r.loss) || !isfinite(r.grad_norm))", "if (r.loss > 1e30)",
+        "tests/test_cases.py::test_alone"),
+    "all tensors start alike": (
+        "state.c", "return mix(seed) ^ h;", "return mix(seed);", "tests/test_run.py::test_initial_values"),
     # checkpoints and data
-    "the padding is saved": ("train_gpt2.cu", "size_t p_end = p->offset + p->rows * p->cols;",
-                             "size_t p_end = p->offset + p->padded_rows * p->cols;", GRADIENTS),
-    "AdamW's moments change places": ("train_gpt2.cu", "device_copy_in((k == 0 ? b->m : b->v)",
-                                      "device_copy_in((k == 1 ? b->m : b->v)", "tests/test_resume.py::test_bit_for_bit"),
-    "epochs are alike": ("runtime/data.c", "const uint64_t epoch = g / d->windows;", "const uint64_t epoch = 0 * g;", "tests/test_units.py"),
+    "the padding is saved": (
+        "state.c", "size_t n = p->rows * p->cols, from", "size_t n = p->padded_rows * p->cols, from", GRADIENTS),
+    "weights and moments are read from the tensor's start": (
+        "state.c", ".offset = own.begin, .run", ".offset = 0, .run", RESHARD),
+    "moments go to the shard's start": (
+        "state.c", "(k == 0 ? b->m : b->v) + own_place(m, p), value", "(k == 0 ? b->m : b->v), value", RESHARD),
+    "masters are rounded as they are read": (
+        "state.c", "if (b->master) device_copy_in(b->master + place, value, n * sizeof(float));",
+        "for (size_t i = 0; b->master && i < n; i++) b->master[place + i] = to_float(to_floatX(value[i]));",
+        "tests/test_resume.py::test_nothing_is_rounded_on_the_way"),
+    "AdamW's moments change places": (
+        "state.c", "device_copy_in((k == 0 ? b->m : b->v)", "device_copy_in((k == 1 ? b->m : b->v)",
+        "tests/test_resume.py::test_bit_for_bit"),
+    "epochs are alike": (
+        "runtime/data.c", "const uint64_t epoch = g / d->windows;", "const uint64_t epoch = 0 * g;",
+        "tests/test_units.py"),
     "NaN is a number": ("runtime/flags.c", " || !isfinite(x)", "", "tests/test_cases.py::test_alone"),
+    "all is well that ends": (
+        "runtime/launch.c", "WIFEXITED(status) ? WEXITSTATUS(status)", "WIFEXITED(status) ? 0",
+        "tests/test_resume.py::test_killed_at_any_moment"),
     # the ring
-    "the ring stops a hop early": ("runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
-                                   "tests/test_comm.py::test_collectives"),
-    "bytes are counted twice": ("runtime/comm.c", "bytes += hop->sent;", "bytes += 2 * hop->sent;",
-                                "tests/test_law.py::test_bytes_of_data_parallelism"),
+    "the ring stops a hop early": (
+        "runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
+        "tests/test_comm.py::test_collectives"),
+    "bytes are counted twice": ("runtime/comm.c", "bytes += hop->sent;", "bytes += 2 * hop->sent;", SENT),
     # kernels
-    "scores are not scaled": ("kernels/flash_attention.c", "return 1 / sqrtf((float)D);", "return 1 + 0 * (float)D;", GRADIENTS),
+    "scores are not scaled": (
+        "kernels/flash_attention.c", "return 1 / sqrtf((float)D);", "return 1 + 0 * (float)D;", GRADIENTS),
     "gelu has another constant": ("kernels/gelu.c", "0.0713548162f", "0.07f", GRADIENTS),
     "rotations are not turned back": ("kernels/rope.c", "stride, -1.0f)", "stride, 1.0f)", GRADIENTS),
-    "padding takes softmax mass": ("kernels/cross_entropy.c", "float max = row_max(row, V), sum = 0.0f;",
-                                   "float max = row_max(row, V), sum = (float)(Vp - V) * fast_expf(-max);", GRADIENTS),
-    "no bias correction": ("kernels/adamw.c", "(sqrtf(vi[j] * v_correction) + a.eps)", "(sqrtf(vi[j]) + a.eps)", TEN_STEPS),
+    "padding takes softmax mass": (
+        "kernels/cross_entropy.c", "float max = row_max(row, V), sum = 0.0f;",
+        "float max = row_max(row, V), sum = (float)(Vp - V) * fast_expf(-max);", GRADIENTS),
+    "no bias correction": (
+        "kernels/adamw.c", "(sqrtf(vi[j] * v_correction) + a.eps)", "(sqrtf(vi[j]) + a.eps)", TEN_STEPS),
 }  # fmt: skip
 
 
@@ -65,20 +163,22 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_some_test_notices(name, tmp_path):
     file, before, after, tests = MUTANTS[name]
-    build()
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    built = [build(precision).parent for precision in ("fp32", "bf16")]
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     tree = tmp_path / "tree"
-    for path in filter(None, listed):
+    for path in filter(lambda path: path and (ROOT / path).is_file(), listed):
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, tree / path)
-    shutil.copytree(ROOT / "build" / "cpu-fp32", tree / "build" / "cpu-fp32", symlinks=True)
+    for directory in built:
+        shutil.copytree(directory, tree / directory.relative_to(ROOT), symlinks=True)
     text = (tree / file).read_text()
     assert text.count(before) == 1, f"{file} holds {text.count(before)} places to break: {before}"
     (tree / file).write_text(text.replace(before, after))
-    made = subprocess.run(["make", "-C", tree, "CFLAGS_MORE=-Wno-error"], capture_output=True, text=True)
+    env = {**os.environ, "SEED": "7", "CFLAGS_MORE": "-Wno-error"}  # a warning is not what should notice
+    made = subprocess.run(["make", "-C", tree], env=env, capture_output=True, text=True)
     assert made.returncode == 0, f"the mutant does not build:\n{made.stderr}"
 
-    env = {**os.environ, "SEED": "7"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
     r = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=900)
     assert r.returncode == 1, f"{name}: nothing noticed (pytest ended with {r.returncode})\n{r.stdout[-2000:]}"

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import reference
-from conftest import SEED, Run, build, close, environment
+from conftest import SEED, Run, build, checkpoint_bytes, close, covering, environment, label
 
 BATCH = 12  # sequences a step, for one, two and three ranks
 MODEL = "--layers 2 --hidden 32 --heads 4"
 LOSS_TOLERANCE, NORM_TOLERANCE = 2e-5, 2e-4  # the law's
 FLAT = "--lr 3e-3 --min-lr 3e-3"  # a learning rate that does not depend on --steps
-FILES = ("weights.safetensors", "optimizer.safetensors")
 SECONDS = 60
 
 
@@ -36,11 +35,6 @@ def flags(text, *more, ranks=1, seq=32):
 
 def checkpoints(directory):
     return sorted(int(p.name[5:]) for p in directory.glob("step-*") if (p / "complete").exists())
-
-
-def content(directory, step):
-    """The bytes of a checkpoint's files."""
-    return [(directory / f"step-{step:08d}" / name).read_bytes() for name in FILES]
 
 
 def curves(run, first=1):
@@ -158,8 +152,8 @@ def test_bit_for_bit(precision, model, ranks, train, text, tmp_path):
                         precision=precision)  # fmt: skip
         assert curves(resumed) == curves(whole, step + 1)
         assert resumed.one("val") == whole.one("val") and not notes(resumed)
-        assert content(last, 9) == content(tmp_path / "whole", 9)
-    assert content(tmp_path / "parts", 9) == content(tmp_path / "whole", 9)
+        assert checkpoint_bytes(last, 9) == checkpoint_bytes(tmp_path / "whole", 9)
+    assert checkpoint_bytes(tmp_path / "parts", 9) == checkpoint_bytes(tmp_path / "whole", 9)
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (1, 3), (3, 1), (2, 3)])
@@ -191,6 +185,106 @@ def test_another_precision(before, after, train, text, tmp_path):
     assert close(resumed.curve("loss")[-1], whole.curve("loss")[-1], 2e-2)
 
 
+# ---- on another layout ---------------------------------------------------------------------------------------------
+RESHARD_BATCH = 24  # for every ranks × accum below
+
+
+def laid_out(text, *more, rate=FLAT, ranks=1, zero=0, bucket_mb=0, accum=1):
+    """The flags of a run of odd sizes: hardly a shard begins where a tensor does, nor where another layout's does."""
+    model = "--layers 3 --hidden 32 --heads 4 --ffn 77 --seq 16 --warmup 3 --peak-tflops 1".split()
+    step = ["--micro-batch", RESHARD_BATCH // (ranks * accum), "--accum", accum, "--data", text, *rate.split()]
+    dp = ["--zero", zero, "--bucket-mb", bucket_mb]
+    return [*model, *step, *dp, *[w for part in more for w in str(part).split()]]
+
+
+def obeys_the_law(got, want):
+    """The same steps, and the law's tolerances."""
+    assert list(got) == list(want)
+    for step, (loss, norm, _) in got.items():
+        assert close(loss, want[step][0], LOSS_TOLERANCE), f"step {step}: loss {loss}, not {want[step][0]}"
+        assert close(norm, want[step][1], NORM_TOLERANCE), f"step {step}: norm {norm}, not {want[step][1]}"
+
+
+def test_four_ranks_then_two_then_one(train, text, tmp_path):
+    whole, got = curves(train(*laid_out(text, "--steps 30"))), {}
+    save = ["--save", tmp_path / "ckpt"]
+    for steps, ranks, zero in ((10, 4, 3), (20, 2, 1), (30, 1, 0)):
+        resume = ["--resume", tmp_path / "ckpt"] if got else []
+        r = train(*laid_out(text, "--steps", steps, ranks=ranks, zero=zero), *save, *resume, ranks=ranks)
+        assert not notes(r), f"{r}"
+        got |= curves(r)
+    obeys_the_law(got, whole)
+
+
+FROM = {"ranks": [1, 2, 3, 4], "zero": [0, 1, 2, 3], "bucket_mb": [0, 0.08, 1000], "accum": [1, 2]}
+INTO = {f"then_{name}": values for name, values in FROM.items()}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where the checkpoints are that several cases start from, and the curve of the one-rank run, once it is known."""
+    return tmp_path_factory.mktemp("kept"), {}
+
+
+@pytest.mark.parametrize("x", covering({**FROM, **INTO}, seed=SEED), ids=label)
+def test_from_any_layout_into_any_other(x, kept, train, text):
+    directory, whole = kept
+    before, after = {n: x[n] for n in FROM}, {n: x[f"then_{n}"] for n in FROM}
+    whole or whole.update(curves(train(*laid_out(text, "--steps 7")), 5))
+    place = directory / label(before)
+    place.exists() or train(*laid_out(text, "--steps 4", **before), "--save", place, ranks=before["ranks"])
+    resumed = train(*laid_out(text, "--steps 7", **after), "--resume", place, ranks=after["ranks"])
+    obeys_the_law(curves(resumed), whole)
+
+
+@pytest.mark.parametrize("precision, more, ranks, stages", [
+    ("fp32", "", 2, (3, 0, 2)), ("fp32", "--arch llama", 3, (0, 1, 3)),
+    ("bf16", "", 3, (2, 3, 1)), ("bf16", "--grad-accum-fp32 --arch llama", 2, (1, 2, 0)),
+])  # fmt: skip
+def test_another_stage_bit_for_bit(precision, more, ranks, stages, train, text, tmp_path):
+    """Only who holds what is another: the run goes on as if nothing had happened."""
+
+    def part(steps, zero, name, *resume):
+        run = [*laid_out(text, more, "--steps", steps, ranks=ranks, zero=zero), "--save", tmp_path / name]
+        return train(*run, *resume, ranks=ranks, precision=precision)
+
+    whole, got = curves(part(9, stages[0], "whole")), {}
+    for steps, zero in zip((3, 6, 9), stages):
+        got |= curves(part(steps, zero, "parts", *(["--resume", tmp_path / "parts"] if got else [])))
+    assert got == whole
+    assert checkpoint_bytes(tmp_path / "parts", 9) == checkpoint_bytes(tmp_path / "whole", 9)
+
+
+@pytest.mark.parametrize("precision, more", [
+    ("fp32", ""), ("bf16", ""), ("bf16", "--grad-accum-fp32 --arch llama --tie"),
+])  # fmt: skip
+def test_nothing_is_rounded_on_the_way(precision, more, train, text, tmp_path):
+    """Masters and moments go from layout to layout as they are. At a learning rate of 0 the weights stay, and where next
+    to nothing is left of the gradient the moments only decay: whatever the layout, the same bytes."""
+
+    def saved(name, *flags, ranks=1, **layout):
+        run = [*laid_out(text, more, *flags, ranks=ranks, **layout), "--save", tmp_path / name]
+        train(*run, ranks=ranks, precision=precision)
+        return tmp_path / name
+
+    before = saved("before", "--steps 4", ranks=3, zero=2)
+    still = {"rate": "--lr 0 --min-lr 0 --grad-clip 1e-300"}
+    layouts = ({}, {"ranks": 2, "zero": 1}, {"ranks": 3, "zero": 3}, {"ranks": 4, "zero": 0, "bucket_mb": 0.08},
+               {"ranks": 4, "zero": 3, "bucket_mb": 1000})  # fmt: skip
+    after = [saved(f"after-{i}", "--steps 5 --resume", before, **still, **x) for i, x in enumerate(layouts)]
+    one, *others = (checkpoint_bytes(directory, 5) for directory in after)
+    assert all(other == one for other in others)
+
+    def tensors(directory, step, name):
+        return reference.load_safetensors(directory / f"step-{step:08d}" / f"{name}.safetensors")[0]
+
+    old, new = (tensors(d, step, "weights") for d, step in ((before, 4), (after[0], 5)))
+    assert old.keys() == new.keys() and all(np.array_equal(old[name], new[name]) for name in old)
+    old, new = (tensors(d, step, "optimizer") for d, step in ((before, 4), (after[0], 5)))
+    for name, x in old.items():
+        assert np.array_equal(new[name], x * np.float32(0.9 if name.endswith(".m") else 0.95)), name
+
+
 # ---- told to end ---------------------------------------------------------------------------------------------------
 MPIRUN = ["mpirun", "-n", 2, "--oversubscribe"]
 
@@ -217,11 +311,15 @@ def test_signal_saves_and_ends(ranks, launcher, sent, start, train, text, tmp_pa
     whole = train(*run, *end, "--save", tmp_path / "whole", ranks=ranks)
     resumed = train(*run, *end, "--resume", tmp_path / "ckpt", "--save", tmp_path / "ckpt", ranks=ranks)
     assert {**curves(r), **curves(resumed)} == curves(whole)
-    assert content(tmp_path / "ckpt", last + 3) == content(tmp_path / "whole", last + 3)
+    assert checkpoint_bytes(tmp_path / "ckpt", last + 3) == checkpoint_bytes(tmp_path / "whole", last + 3)
 
 
-def test_signal_without_save(start, text, tmp_path):
-    r = start([*flags(text), "--steps", 10**6])
+@pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1), (3, 2), (2, 3)])
+def test_signal_without_save(ranks, zero, start, text, tmp_path):
+    """Weights may be on their way when the last step is done, and no forward awaits them."""
+    run = [*flags(text, ranks=ranks), "--zero", zero, "--steps", 10**6]
+    run[run.index("--hidden") + 1] = 512
+    r = start(run, ranks)
     r.wait_for_step(2)
     r.process.send_signal(signal.SIGTERM)
     r = r.finish()
@@ -238,26 +336,62 @@ def test_signal_to_one_rank_ends_all(start, text, tmp_path):
 
 
 # ---- killed --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ranks, kills", [(1, 8), (2, 4)])
+def alive(pids):
+    """Those that have not ended; one that has, and of which nobody has taken note yet, is no more."""
+    found = []
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                found += [pid] if f.read().rpartition(")")[2].split()[0] not in "ZX" else []
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return found
+
+
+def strike(running, victim, random):
+    """Kills one rank, mpirun, or all: every process of the job ends in seconds, the one in front not with code 0."""
+    everyone, ranks = running.processes(), list(running.ranks().values())
+    launcher = [pid for pid in everyone[1:] if pid not in ranks][:1]  # its parent is the one in front
+    for pid in {"rank": [random.choice(ranks or everyone)], "mpirun": launcher, "all": everyone}[victim]:
+        os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + 20
+    while running.process.poll() is None or alive(everyone):
+        assert time.monotonic() < until, f"{victim} killed, and processes {alive(everyone)} go on: {running.command}"
+        time.sleep(0.01)
+    assert running.process.returncode != 0, f"{running.finish()}"
+
+
+@pytest.mark.parametrize("ranks, kills", [(1, 6), (2, 7), (3, 7), (4, 6)])
 def test_killed_at_any_moment(ranks, kills, start, train, text, tmp_path):
-    """Again and again, while it saves every step: the newest checkpoint loads, and the run goes on from there."""
-    r, directory, seen = random.Random(SEED), tmp_path / "ckpt", {}
-    run = [*flags(text, FLAT, ranks=ranks), "--save", directory]
+    """Again and again, while it saves every step: the newest checkpoint loads, and the run goes on from there, to the
+    bit on as many ranks at any stage, and as the law has it on any other number."""
+    r, directory, seen, halves = random.Random(SEED * 10 + ranks), tmp_path / "ckpt", {}, 0
+
+    def run(ranks, *more):
+        return laid_out(text, *more, ranks=ranks, zero=r.choice((0, 1, 2, 3)) if ranks > 1 else 0)
+
     for i in range(kills):
         first = checkpoints(directory)[-1] if i else 0
         resume = ["--resume", directory] if i else []
-        running = start([*run, *resume, "--steps", 10**6, "--save-every", 1], ranks)
+        save = ["--steps", 10**6, "--save-every", 1, "--save", directory]
+        running = start([*run(ranks), *resume, *save], ranks)
         running.wait_for_step(first + 1 + r.randrange(4))
         time.sleep(r.random() * 0.05)
-        running.kill_all()
+        victim = r.choice(("rank", "mpirun", "all")) if ranks > 1 else "all"
+        strike(running, victim, r)
+        halves += any(directory.glob(".step-*.partial"))
         for step, values in curves(Run("", None, "", "", running.events())).items():
-            assert seen.setdefault(step, values) == values, f"step {step} is not what it was before the kill"
+            assert seen.setdefault(step, values) == values, f"step {step} is another; next, {victim} was killed"
     newest = checkpoints(directory)[-1]
+    print(f"{ranks} ranks, seed {SEED}: killed {kills} times, {halves} in a save; at step {newest}")
     assert newest >= kills
-    resumed = train(*run, "--resume", directory, "--steps", newest + 2, ranks=ranks)
-    whole = train(*run[:-1], tmp_path / "whole", "--steps", newest + 2, ranks=ranks)
+    whole = train(*run(ranks), "--save", tmp_path / "whole", "--steps", newest + 2, ranks=ranks)
+    other = r.choice([n for n in (1, 2, 3, 4) if n != ranks])
+    elsewhere = train(*run(other), "--resume", directory, "--steps", newest + 2, ranks=other)
+    obeys_the_law(curves(elsewhere), curves(whole, newest + 1))
+    resumed = train(*run(ranks), "--resume", directory, "--save", directory, "--steps", newest + 2, ranks=ranks)
     assert {**seen, **curves(resumed)} == {**curves(whole), **{k: v for k, v in seen.items() if k > newest + 2}}
-    assert content(directory, newest + 2) == content(tmp_path / "whole", newest + 2)
+    assert checkpoint_bytes(directory, newest + 2) == checkpoint_bytes(tmp_path / "whole", newest + 2)
     left = {p.name for p in directory.iterdir()}
     assert left == {".lock", *(f"step-{s:08d}" for s in checkpoints(directory))}, "half-written files stay"
 
@@ -392,7 +526,7 @@ def test_looking_changes_nothing(ranks, train, text, tmp_path):
                    ranks=ranks)  # fmt: skip
     assert len(looked.events("val")) == 8 and len(plain.events("val")) == 1
     assert curves(looked) == curves(plain)
-    assert content(tmp_path / "looked", 8) == content(tmp_path / "plain", 8)
+    assert checkpoint_bytes(tmp_path / "looked", 8) == checkpoint_bytes(tmp_path / "plain", 8)
 
 
 # ---- what must not be lost, and what a resumed run must know -----------------------------------------------------------
@@ -434,7 +568,7 @@ def test_a_resumed_run_appends_to_the_log(text, tmp_path):
     assert [e["step"] for e in steps if e["event"] == "step"] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("delay", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("delay", [0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3])
 def test_a_signal_during_the_start_is_not_lost(delay, start, text, tmp_path):
     running = start(flags(text, "--steps 1000000 --save", tmp_path / "ckpt", ranks=2), ranks=2)
     time.sleep(delay)

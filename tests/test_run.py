@@ -11,7 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from conftest import ROOT, build, close, environment, make_text, run_program
+from conftest import ROOT, build, checkpoint_bytes, close, environment, make_text, run_program
+from test_trace import Trace
 
 TINY = "--layers 2 --hidden 32 --heads 4 --seq 32 --peak-tflops 1".split()
 LEARNING = ["--lr", 5e-3, "--warmup", 5]
@@ -137,6 +138,55 @@ def test_what_changes_nothing_is_said(train, text):
         assert "changes nothing" not in plain.stdout
 
 
+@pytest.mark.parametrize("ranks, options, where", [
+    (1, ["--zero", 2], "one data-parallel rank holds all shards"),
+    (1, ["--no-overlap"], "one rank sends no messages"),
+    (1, ["--check-replicas", 1], "every weight is held once"),
+    (2, ["--zero", 3, "--check-replicas", 1], "every weight is held once"),
+], ids=["zero", "no-overlap", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
+def test_what_changes_nothing_here_is_said(ranks, options, where, train, text):
+    """What depends on the number of ranks, or on another flag: said once, not by every rank."""
+    run = [*TINY, "--data", text, "--steps", 2]
+    r, plain = train(*run, *options, ranks=ranks), train(*run, *options[:-2], ranks=ranks)
+    (line,) = [line for line in r.stdout.splitlines() if "changes nothing" in line]
+    assert re.match(rf"{options[-2 if len(options) > 1 else 0]}\b.* changes nothing: {where}$", line), line
+    assert (r.curve("loss"), r.curve("grad_norm")) == (plain.curve("loss"), plain.curve("grad_norm"))
+    assert "changes nothing" not in plain.stdout
+
+
+def test_what_has_an_effect_is_not_said_to_have_none(train, text):
+    run = [*TINY, "--data", text, "--steps", 2, "--check-replicas", 1, "--no-overlap"]
+    for zero in (1, 2):
+        assert "changes nothing" not in train(*run, "--zero", zero, ranks=2).stdout
+
+
+@pytest.mark.parametrize("zero, ranks, precision", [
+    (0, 2, "fp32"), (0, 3, "bf16"), (1, 3, "fp32"), (1, 2, "bf16"), (2, 2, "fp32"), (2, 3, "bf16"), (3, 2, "fp32"),
+])  # fmt: skip
+def test_sound_replicas(zero, ranks, precision, train, text, tmp_path):
+    """Replicas that are alike are compared in silence, and nothing changes by it."""
+    run = [*TINY, "--ffn", 77, "--data", text, "--steps", 5, "--accum", 2, "--zero", zero]
+    outcomes = []
+    for name, check in (("checked", ["--check-replicas", 2]), ("plain", [])):
+        r = train(*run, *check, "--save", tmp_path / name, ranks=ranks, precision=precision)
+        assert not r.stderr and "differ" not in r.stdout, f"{r}"
+        outcomes.append((r.curve("loss"), r.curve("grad_norm"), checkpoint_bytes(tmp_path / name, 5)))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_no_overlap(zero, text, tmp_path):
+    """With it, no unit computes while a message of the group is on its way; without it, some do."""
+    run = [*TINY, "--data", text, "--steps", 3, "--accum", 2, "--zero", zero, "--quiet", "--trace", tmp_path / "trace"]
+    for switch in ([], ["--no-overlap"]):
+        r = run_program(build(), [*run, *switch], 2)
+        assert r.code == 0, f"{r}"
+        rank = Trace(tmp_path / "trace").spans[0]
+        units = [s for s in rank["compute"] if re.fullmatch("(embedding|block|head) [FB]", s.name)]
+        overlapped = [(a, b) for a in units for b in rank["dp"] if a.begin < b.end and b.begin < a.end]
+        assert units and rank["dp"] and bool(overlapped) == (not switch), overlapped
+
+
 def test_explain(text):
     """Who holds what and who says what to whom, and the end: nothing is trained."""
     r = run_program(build(), [*TINY, "--data", text, "--accum", 3, "--explain"], 4)
@@ -152,7 +202,7 @@ def test_explain(text):
     messages = re.findall(r"all-reduce of (embedding|block 0|block 1|head) .* 2 · 3 pieces of (\d+) bytes", r.stdout)
     want = [("head", 64), ("block 1", 12704), ("block 0", 12704), ("embedding", 10240)]
     assert messages == [(name, str(n * 4 // 4)) for name, n in want], r.stdout
-    assert "micro-batches" in r.stdout and not steps_printed(r.stdout), "it went on to train"
+    assert "in the backward of the last micro-batch, when" in r.stdout and not steps_printed(r.stdout), "it went on to train"
 
 
 def test_dry_run_in_words(train, text):
@@ -166,13 +216,14 @@ def test_dry_run_in_words(train, text):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_log(ranks, text, tmp_path):
     log = tmp_path / "log.jsonl"
-    run = [*TINY, "--data", text, "--steps", 4, "--eval-every", 2, "--micro-batch", 8 // ranks, "--accum", 2]
+    run = [*TINY, "--data", text, "--steps", 4, "--eval-every", 2, "--micro-batch", 8 // ranks, "--accum", 2,
+           "--zero", 2]  # fmt: skip
     r = run_program(build(), run, ranks, log=log, env={"LC_ALL": "de_DE.UTF-8"})
     assert r.code == 0, f"{r}"
     assert [e["event"] for e in r.log] == "start step step val step step val end".split()
 
     start = r.one("start")
-    assert (start["world"], start["dp"], start["tokens_per_step"]) == (ranks, ranks, 8 * 2 * 32)
+    assert (start["world"], start["dp"], start["zero"], start["tokens_per_step"]) == (ranks, ranks, 2, 8 * 2 * 32)
     assert start["params"] == start["active_params"] == (256 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
     for e in r.events("step"):
         assert set("step loss grad_norm lr ms tokens_per_s mfu".split()) <= set(e)
@@ -187,9 +238,9 @@ def test_log(ranks, text, tmp_path):
     assert sorted(row["rank"] for row in end["memory"]) == list(range(ranks))
     for row in end["comm"]:
         assert set("rank group op calls bytes exposed_ms".split()) == set(row)
-    reduced = {row["rank"]: row for row in end["comm"] if (row["group"], row["op"]) == ("dp", "all_reduce")}
-    assert sorted(reduced) == list(range(ranks))
-    assert all((row["bytes"] > 4 * start["params"] * 4 // 2) == (ranks > 1) for row in reduced.values())
+    reduced = {row["rank"]: row for row in end["comm"] if (row["group"], row["op"]) == ("dp", "reduce_scatter")}
+    assert sorted(reduced) == list(range(ranks))  # four steps of two micro-batches
+    assert all((row["bytes"] >= 4 * 2 * start["params"] * 4 // 2) == (ranks > 1) for row in reduced.values())
 
     for number in re.findall(r'"(?:loss|grad_norm)":([^,}]+)', log.read_text()):
         digits = re.sub(r"e.*|[-.]", "", number).lstrip("0")

@@ -1,4 +1,4 @@
-"""The C unit tests of kernels and data (cmocka), in every build that they can tell apart."""
+"""The C unit tests of kernels, data and formulas (cmocka), in every build that they can tell apart."""
 import subprocess
 
 import pytest
@@ -9,7 +9,7 @@ BUILDS = {"fp32": [], "bf16": ["PRECISION=bf16"], "sanitized": ["SANITIZE=addres
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("name", ["test_kernels", "test_matmul", "test_attention", "test_data"])
+@pytest.mark.parametrize("name", ["test_kernels", "test_matmul", "test_attention", "test_data", "test_report"])
 def test_units(name, build):
     precision = "bf16" if build == "bf16" else "fp32"
     program = f"build/cpu-{precision}{'-sanitized' if build == 'sanitized' else ''}/tests/{name}"

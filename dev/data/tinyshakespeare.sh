@@ -1,5 +1,5 @@
 #!/bin/sh
-# Some of Shakespeare's plays in one text of 1.1 MB, which the labs train on: data/tinyshakespeare.txt.
+# Some of Shakespeare's plays in one text of 1.1 MB: data/tinyshakespeare.txt.
 #
 #   tinyshakespeare.sh [FILE]     FILE is a copy that is here already; without one it is downloaded
 set -eu

@@ -1,0 +1,310 @@
+// A model's values: where they start, how they are saved and come back, and whether all copies are alike.
+//
+// A rank holds the masters and moments of its own part of each bucket: all of it, or from ZeRO-1 on a shard. It starts,
+// writes and reads that part of each parameter and nothing else. Checkpoints know whole tensors only, so that what one
+// layout has saved any other can read:
+//
+//     saved by 4 ranks      |  rank 0  |  rank 1  |  rank 2  |  rank 3  |      pieces of the bucket's tensors
+//     read by 3             |    rank 0    |    rank 1    |    rank 2   |
+#include "state.h"
+#include "runtime/checkpoint.h"
+#include "runtime/device.h"
+#include "runtime/fail.h"
+#include "runtime/log.h"
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const ModelSetting model_settings[MODEL_SETTINGS] = {
+    {"layers", "layers", offsetof(Config, layers)},
+    {"heads", "heads", offsetof(Config, heads)},
+    {"kv_heads", "kv-heads", offsetof(Config, kv_heads)},
+    {"hidden", "hidden", offsetof(Config, hidden)},
+    {"ffn", "ffn", offsetof(Config, ffn)},
+    {"vocab", "vocab", offsetof(Config, vocab)},
+};
+
+long *setting(const Config *c, int i) {
+    return (long *)(void *)((char *)c + model_settings[i].offset);
+}
+
+// ---- this rank's own part -----------------------------------------------------------------------------------------------
+
+// The elements of parameter p that lie between begin and end of its bucket, counted from p's first. The padding is no part.
+typedef struct {
+    size_t begin, end;
+} Range;
+
+static Range part(const Param *p, size_t begin, size_t end) {
+    size_t n = p->rows * p->cols, from = begin > p->offset ? begin - p->offset : 0,
+           to = end > p->offset ? end - p->offset : 0;
+    return (Range){from < n ? from : n, to < n ? to : n};
+}
+
+// The part of p whose optimizer this rank is, and where it stands in the bucket's own arrays.
+static Range own_part(const Model *m, const Param *p) {
+    const Bucket *b = &m->bucket[p->bucket];
+    return part(p, b->own, b->own_end);
+}
+
+static size_t own_place(const Model *m, const Param *p) {
+    return p->offset + own_part(m, p).begin - m->bucket[p->bucket].own;
+}
+
+// Writes this rank's own part of a parameter from fp32 values on the host. The vocabulary's padding stays zero.
+static void set_own(Model *m, const Param *p, const float *value) {
+    Bucket *b = &m->bucket[p->bucket];
+    size_t n = own_part(m, p).end - own_part(m, p).begin, place = own_place(m, p);
+    if (b->master) device_copy_in(b->master + place, value, n * sizeof(float));
+    floatX *rounded = host_alloc(n, sizeof(floatX));
+#pragma omp parallel for
+    for (size_t i = 0; i < n; i++) rounded[i] = to_floatX(value[i]);
+    device_copy_in(b->own_weight + place, rounded, n * sizeof(floatX));
+    free(rounded);
+}
+
+// ---- initial values -----------------------------------------------------------------------------------------------------
+
+// An initial value is a function of (seed, parameter, element): every layout starts from the same model.
+static uint64_t mix(uint64_t x) { // the finaliser of splitmix64 (Steele et al. 2014)
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+// A stream of random numbers for a name: FNV-1a of it, and the seed.
+uint64_t random_stream(uint64_t seed, const char *name) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001b3u;
+    return mix(seed) ^ h;
+}
+
+double random_uniform(uint64_t stream, uint64_t i) {
+    return ((double)(mix(mix(stream + 0x9e3779b97f4a7c15u) + i * 0x9e3779b97f4a7c15u) >> 11) + 0.5) * 0x1p-53;
+}
+
+static float initial_value(const Param *p, uint64_t stream, size_t i) {
+    if (p->init <= 0) return -p->init;
+    double u = random_uniform(stream, 2 * i), v = random_uniform(stream, 2 * i + 1);
+    return (float)(p->init * sqrt(-2 * log(u)) * cos(2 * M_PI * v)); // Box-Muller
+}
+
+void state_init(Model *m) {
+    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
+        uint64_t stream = random_stream((uint64_t)m->config.seed, p->name);
+        Range own = own_part(m, p);
+        if (own.begin == own.end) continue;
+        float *value = host_alloc(own.end - own.begin, sizeof(float));
+#pragma omp parallel for
+        for (size_t j = own.begin; j < own.end; j++) value[j - own.begin] = initial_value(p, stream, j);
+        set_own(m, p, value);
+        free(value);
+    }
+    dp_share_weights(m);
+}
+
+// ---- saved ---------------------------------------------------------------------------------------------------------
+
+enum { MAX_META = 16 };
+typedef struct {
+    Meta meta[MAX_META];
+    char value[MAX_META][32];
+    int n;
+} MetaList;
+
+static void add_meta(MetaList *list, const char *key, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+static void add_meta(MetaList *list, const char *key, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(list->value[list->n], sizeof list->value[0], format, args);
+    va_end(args);
+    list->meta[list->n] = (Meta){key, list->value[list->n]};
+    list->n++;
+}
+
+static void add_model_meta(MetaList *list, const Config *c) {
+    add_meta(list, "arch", "%s", flag_choice(ARCHS, c->arch));
+    for (int i = 0; i < MODEL_SETTINGS; i++) add_meta(list, model_settings[i].name, "%ld", *setting(c, i));
+    add_meta(list, "seq", "%ld", c->positions ? c->positions : c->seq);
+    add_meta(list, "trained_seq", "%ld", c->seq);
+    add_meta(list, "rope_theta", "%.9g", c->rope_theta);
+    add_meta(list, "tie", "%d", c->tie);
+}
+
+// The part of parameter i that lies in this rank's shard of its bucket: every element is written by one rank.
+static Piece shard_piece(const Model *m, int i, int tensor, float *own_values) {
+    const Param *p = &m->param[i];
+    const Bucket *b = &m->bucket[p->bucket];
+    Range r = part(p, b->shard, b->shard_end);
+    if (r.begin == r.end) return (Piece){.tensor = tensor, .data = own_values};
+    return (Piece){.tensor = tensor,
+                   .offset = r.begin,
+                   .run = r.end - r.begin,
+                   .runs = 1,
+                   .data = own_values + (p->offset + r.begin - b->own)};
+}
+
+static float *master_weights(const Bucket *b) {
+    return b->master ? b->master : (float *)(void *)b->own_weight;
+}
+
+// The last update may have left what no loss has seen yet.
+static void must_be_finite(Model *m, long step) {
+    double squares = 0;
+    for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++)
+        grad_norm_squared(&squares, NULL, master_weights(b), b->own_end - b->own, m->workspace);
+    if (!isfinite(comm_sum(m->grid.world, squares)))
+        fail_all(EXIT_RUNTIME, "step %ld: the weights are not finite; this step is not saved", step);
+}
+
+bool state_save(Model *m, long step) {
+    must_be_finite(m, step);
+    const Config *c = &m->config;
+    int n = m->n_params;
+    TensorInfo *tensor = host_alloc(3 * (size_t)n, sizeof *tensor);
+    Piece *piece = host_alloc(3 * (size_t)n, sizeof *piece);
+    char(*moment)[72] = host_alloc(2 * (size_t)n, sizeof *moment);
+    for (int i = 0; i < n; i++) {
+        const Param *p = &m->param[i];
+        Bucket *b = &m->bucket[p->bucket];
+        tensor[i] = (TensorInfo){p->name, p->ndim, {p->rows, p->cols}};
+        piece[i] = shard_piece(m, i, i, master_weights(b));
+        for (int k = 0; k < 2; k++) { // the optimizer's file holds NAME.m and NAME.v, side by side
+            int j = 2 * i + k;
+            snprintf(moment[j], sizeof *moment, "%s.%c", p->name, k == 0 ? 'm' : 'v');
+            tensor[n + j] = (TensorInfo){moment[j], p->ndim, {p->rows, p->cols}};
+            piece[n + j] = shard_piece(m, i, j, k == 0 ? b->m : b->v);
+        }
+    }
+    MetaList model = {.n = 0}, run = {.n = 0};
+    add_model_meta(&model, c);
+    add_meta(&run, "step", "%ld", step);
+    add_meta(&run, "seed", "%ld", c->seed);
+    add_meta(&run, "global_batch", "%ld", c->global_batch);
+    add_meta(&run, "data", "%016llx", (unsigned long long)m->data);
+    const TensorFile files[] = {
+        {"weights.safetensors", tensor, n, piece, n, model.meta, model.n},
+        {"optimizer.safetensors", tensor + n, 2 * n, piece + n, 2 * n, run.meta, run.n},
+    };
+    bool saved = checkpoint_save(m->grid.world, c->save, step, files, 2, (int)c->keep);
+    free(tensor);
+    free(piece);
+    free(moment);
+    return saved;
+}
+
+// ---- read back ------------------------------------------------------------------------------------------------------------
+
+// Reads this rank's own part of parameter p to the host, after a look at the tensor's shape. NULL where it has none;
+// else to be freed.
+static float *read_own(const Model *m, SafeTensors *s, const char *path, const Param *p, const char *name) {
+    int i = safetensors_find(s, name);
+    if (i < 0) fail_all(EXIT_USAGE, "%s: holds no tensor %s", path, name);
+    const size_t *shape;
+    int ndim = safetensors_shape(s, i, &shape);
+    size_t rows = ndim > 0 ? shape[0] : 0, cols = ndim > 1 ? shape[1] : 1;
+    if (ndim != p->ndim || rows != p->rows || cols != p->cols)
+        fail_all(EXIT_USAGE, "%s: %s is %zu × %zu, this model's is %zu × %zu", path, name, rows, cols, p->rows,
+                 p->cols);
+    Range own = own_part(m, p);
+    size_t n = own.end - own.begin;
+    if (n == 0) return NULL;
+    float *value = host_alloc(n, sizeof(float));
+    safetensors_read(s, (Piece){.tensor = i, .offset = own.begin, .run = n, .runs = 1, .data = value});
+    return value;
+}
+
+void state_load_weights(Model *m, const char *path) {
+    SafeTensors *s = safetensors_open(path);
+    if (safetensors_count(s) > m->n_params)
+        fail_all(EXIT_USAGE, "%s: holds %d tensors, this model has %d", path, safetensors_count(s),
+                 m->n_params);
+    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
+        float *value = read_own(m, s, path, p, p->name);
+        if (value) set_own(m, p, value);
+        free(value);
+    }
+    safetensors_close(s);
+    dp_share_weights(m);
+}
+
+// Everything else that a run needs to go on as if it had not stopped.
+static void load_optimizer(Model *m, const char *path) {
+    const Config *c = &m->config;
+    SafeTensors *s = safetensors_open(path);
+    for (const Param *p = m->param; p < m->param + m->n_params; p++) {
+        const Bucket *b = &m->bucket[p->bucket];
+        size_t bytes = (own_part(m, p).end - own_part(m, p).begin) * sizeof(float);
+        for (int k = 0; k < 2; k++) {
+            char name[72];
+            snprintf(name, sizeof name, "%s.%c", p->name, k == 0 ? 'm' : 'v');
+            float *value = read_own(m, s, path, p, name);
+            if (value) device_copy_in((k == 0 ? b->m : b->v) + own_place(m, p), value, bytes);
+            free(value);
+        }
+    }
+    const char *batch = safetensors_meta(s, "global_batch"), *data = safetensors_meta(s, "data");
+    char fingerprint[32];
+    snprintf(fingerprint, sizeof fingerprint, "%016llx", (unsigned long long)m->data);
+    if (batch && strtol(batch, NULL, 10) != c->global_batch)
+        say("note: the checkpoint was made with %s sequences a step, this run takes %ld", batch,
+            c->global_batch);
+    if (data && strcmp(data, fingerprint) != 0) say("note: the checkpoint was made with other data");
+    safetensors_close(s);
+}
+
+void state_resume(Model *m, const char *checkpoint) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/weights.safetensors", checkpoint);
+    state_load_weights(m, path);
+    snprintf(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
+    load_optimizer(m, path);
+    say("resumed %s", checkpoint);
+}
+
+// ---- compared -------------------------------------------------------------------------------------------------------------
+
+static uint64_t hash_of(uint64_t h, const void *device, size_t bytes) {
+    size_t words = (bytes + 7) / 8;
+    uint64_t *word = host_alloc(words, sizeof *word);
+    device_copy_out(word, device, bytes);
+    for (size_t i = 0; i < words; i++) h = mix(h ^ word[i]);
+    free(word);
+    return h;
+}
+
+// Every rank's copy of a weight has the same bits, and at ZeRO-0 of its master and moments: compares their hashes, and names the
+// first parameter of which one rank's differs from most.
+void state_check_replicas(const Model *m, long step) {
+    Comm *dp = m->grid.dp;
+    size_t n = (size_t)m->n_params, ranks = (size_t)dp->size;
+    if (m->config.zero == 3) return; // one copy
+    uint64_t *hash = host_alloc(ranks * n, sizeof *hash), *mine = hash + (size_t)dp->rank * n;
+    for (size_t i = 0; i < n; i++) {
+        const Param *p = &m->param[i];
+        const Bucket *b = &m->bucket[p->bucket];
+        size_t count = p->padded_rows * p->cols;
+        comm_wait(b->gather);
+        mine[i] = hash_of(0, b->weight + p->offset, count * sizeof(floatX));
+        float *const state[] = {b->master, b->m, b->v};
+        for (int k = 0; k < 3 && m->config.zero == 0; k++)
+            if (state[k]) mine[i] = hash_of(mine[i], state[k] + p->offset, count * sizeof(float));
+    }
+    comm_wait(comm_all_gather(dp, hash, mine, ranks * n, DTYPE_I64));
+    for (size_t i = 0; i < n; i++) {
+        size_t odd = 0, fewest = ranks;
+        for (size_t r = 0; r < ranks; r++) {
+            size_t alike = 0;
+            for (size_t other = 0; other < ranks; other++) alike += hash[r * n + i] == hash[other * n + i];
+            if (alike <= fewest) odd = r, fewest = alike;
+        }
+        if (fewest < ranks)
+            fail_all(EXIT_RUNTIME, "step %ld: rank %zu's copy of %s differs from %s", step, odd,
+                     m->param[i].name, ranks == 2 ? "rank 0's" : "the other ranks'");
+    }
+    free(hash);
+}

@@ -1,0 +1,267 @@
+"""What goes wrong on one rank ends all of them: in time, with exit code 3, and with one line that names the culprit.
+
+The faults are in a second program (faults.c), or are signals that come from outside."""
+import contextlib
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import time
+
+import pytest
+
+from conftest import BUILD_SECONDS, ROOT, SEED, covering, environment, label, run_program
+from test_comm import alive, children
+
+TIMEOUT = 3  # of the program's watchdog
+START = 15  # seconds that the tests allow a job to start in, on a machine with something else to do
+MODEL = f"--layers 2 --hidden 32 --heads 2 --seq 16 --micro-batch 1 --quiet --data {ROOT}/README.md".split()
+ENDLESS = [*MODEL, "--steps", "1000000", "--timeout", TIMEOUT]
+
+
+@pytest.fixture(scope="session")
+def faulty():
+    target = "build/cpu-fp32/tests/train_with_faults"
+    made = subprocess.run(["make", "-C", str(ROOT), target], capture_output=True, text=True, timeout=BUILD_SECONDS)
+    assert made.returncode == 0, f"{made.stdout}{made.stderr}"
+    return ROOT / target
+
+
+def culprit(stderr):
+    """The one line, without what it starts with.
+
+    mpirun wakes a stopped rank to kill it, and in this moment Open MPI may find there that the others are gone."""
+    lines = [x for x in stderr.splitlines() if not re.match(r"\[\S+:\d+\] Read -1, expected \d+, errno = 3$", x)]
+    assert len(lines) == 1 and lines[0].startswith("train: "), stderr
+    return lines[0][len("train: ") :]
+
+
+STEP = r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier) \d+ of (dp|world)( \(\d+ \w+\))?"
+
+
+# ---- faults from within (faults.c) ----------------------------------------------------------------------------------
+FAULTS = {"kind": ["stop", "sleep", "skip", "swap"], "where": [(2, 0), (2, 1), (3, 1), (4, 3)], "zero": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize("fault", covering(FAULTS, seed=SEED), ids=label)
+def test_the_culprit_is_named(faulty, fault):
+    kind, (ranks, who), zero = fault.values()
+    began = time.monotonic()
+    r = run_program(faulty, [*ENDLESS, "--zero", zero], ranks, timeout=60, env={"FAULT": f"{kind}:{who}:9"})
+    assert time.monotonic() - began < START + TIMEOUT + 5, f"{r}"
+    assert r.code == 3, f"{r}"
+    line = culprit(r.stderr)
+    waits = rf"rank (\d+) has waited \d\.\d s in {STEP}$"
+    if kind == "stop" and who == 0:
+        assert re.match(rf"rank 1: rank 0 does not answer .*; this rank has waited \d\.\d s in {STEP}$", line), line
+        return
+    if kind == "stop":
+        seen = rf"rank {who} has not been heard of for \d\.\d s \(.*\); by its last report, it last started {STEP}; "
+    elif kind == "sleep":
+        seen = rf"rank {who} has not come; it last started {STEP}; "
+    elif ranks > 2:
+        seen = rf"rank {who} is out of order: it waits in {STEP}; "
+    else:  # two that disagree: who is right?
+        both = rf"rank 0 is out of step: it waits in ({STEP}); rank 1 is out of step: it waits in ({STEP})$"
+        m = re.match(both, line)
+        assert m and m.group(1) != m.group(5), line
+        return
+    m = re.match(seen + waits, line)
+    assert m and int(m.groups()[-4]) != who, line
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_slow_is_not_stuck(faulty, zero):
+    flags = [*MODEL, "--steps", 8, "--timeout", TIMEOUT, "--zero", zero]
+    r = run_program(faulty, flags, 3, env={"FAULT": f"sleep:1:4:{TIMEOUT - 1}"})
+    assert (r.code, r.stderr) == (0, ""), f"{r}"
+
+
+# ---- faults from outside --------------------------------------------------------------------------------------------
+class Job:
+    """A run that would never end, some steps after its start; `rank` are its process ids."""
+
+    def __init__(self, program, ranks, flags, log, fault):
+        self.log, self.ranks, self.began = log, ranks, time.monotonic()
+        self.process = subprocess.Popen(
+            [str(program), "--ranks", str(ranks), *map(str, flags), "--log", str(log)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(FAULT=fault),
+            start_new_session=True,
+        )
+        self.steps_from_now(3)
+        self.mpirun = children(self.process.pid)[0]
+        self.rank = [None] * ranks
+        for pid in children(self.mpirun):
+            with open(f"/proc/{pid}/environ") as f:
+                self.rank[int(re.search(r"OMPI_COMM_WORLD_RANK=(\d+)", f.read()).group(1))] = pid
+
+    def steps(self):
+        try:
+            with open(self.log) as f:
+                return f.read().count('"step"')
+        except FileNotFoundError:
+            return 0
+
+    def steps_from_now(self, n):
+        enough, deadline = self.steps() + n, time.monotonic() + 2 * START
+        while self.steps() < enough:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "no steps"
+            time.sleep(0.05)
+
+    def signal(self, name, ranks):
+        for r in ranks:
+            os.kill(self.rank[r], getattr(signal, name))
+
+    def end(self, within):
+        """Waits until all of it is gone; returns exit code and stderr."""
+        _, err = self.process.communicate(timeout=within)
+        deadline = time.monotonic() + 5
+        while any(map(alive, [self.mpirun, *self.rank])):
+            assert time.monotonic() < deadline, "a process is left"
+            time.sleep(0.05)
+        return self.process.returncode, err
+
+    def kill(self):
+        for pid in [self.process.pid, *(p for p in getattr(self, "rank", []) if p)]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate(timeout=30)
+
+
+@pytest.fixture
+def job(faulty, tmp_path):
+    jobs = []
+
+    def start(ranks, *flags, fault="none:0:1"):
+        jobs.append(Job(faulty, ranks, [*ENDLESS, *flags], tmp_path / f"log-{len(jobs)}.jsonl", fault))
+        return jobs[-1]
+
+    yield start
+    for j in jobs:
+        j.kill()
+
+
+LIMIT = TIMEOUT + 5 + 2  # the contract, and something for a machine that is busy
+
+
+@pytest.mark.parametrize("ranks, who, zero", [(2, 1, 0), (3, 1, 3), (3, 2, 0), (4, 3, 3), (4, 2, 1)])
+def test_a_stopped_rank(job, ranks, who, zero):
+    j = job(ranks, "--zero", zero)
+    j.signal("SIGSTOP", [who])
+    code, err = j.end(LIMIT)
+    assert code == 3 and culprit(err).startswith(f"rank {who} has not been heard of for "), err
+
+
+@pytest.mark.parametrize("ranks, zero", [(2, 0), (3, 3), (4, 0)])
+def test_stopped_rank_0(job, ranks, zero):
+    j = job(ranks, "--zero", zero)
+    j.signal("SIGSTOP", [0])
+    code, err = j.end(LIMIT)
+    assert code == 3 and re.match(r"rank \d: rank 0 does not answer ", culprit(err)), err
+
+
+def test_two_stopped_ranks(job):
+    j = job(4)
+    j.signal("SIGSTOP", [1, 3])
+    code, err = j.end(LIMIT)
+    named = re.findall(r"rank (\d) has not been heard of", culprit(err))
+    assert (code, named) == (3, ["1", "3"]), err
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("everybody", [False, True])
+def test_a_job_that_was_stopped_goes_on(job, who, everybody):
+    """One rank, for less than the timeout; then perhaps all of them (Ctrl-Z, fg), for longer."""
+    j = job(3)
+    j.signal("SIGSTOP", [who])
+    time.sleep(TIMEOUT - 1.5)
+    if everybody:
+        j.signal("SIGSTOP", range(3))
+        time.sleep(TIMEOUT + 1)
+    j.signal("SIGCONT", range(3))
+    j.steps_from_now(3)
+    time.sleep(1)
+    assert j.process.poll() is None
+
+
+def test_a_rank_without_a_line_to_rank_0(job):
+    """It says so and trains on; should it hang as well, it is the one that nobody has heard of."""
+    j = job(3, fault="deaf:2:1000")
+    time.sleep(TIMEOUT + 2)
+    j.steps_from_now(3)
+    j.signal("SIGSTOP", [2])
+    code, err = j.end(LIMIT)
+    said, verdict = (line for line in err.splitlines() if line.startswith("train: "))
+    assert code == 3 and said.startswith("train: rank 2: cannot reach rank 0's watchdog at any of its "), err
+    assert verdict.startswith("train: rank 2 was never heard of "), err
+
+
+def test_the_nearest_address_need_not_answer(job):
+    """Another host's ranks find nobody at the first addresses, which are the loopback's."""
+    j = job(2, fault="deaf:1:1")
+    time.sleep(TIMEOUT)
+    j.signal("SIGSTOP", [1])
+    code, err = j.end(LIMIT)
+    assert code == 3 and culprit(err).startswith("rank 1 has not been heard of for "), err
+
+
+def test_a_line_that_was_cut_is_laid_anew(job):
+    """The watchdog is there for training, not the other way round: a lost connection ends nothing, and blames nobody."""
+    j = job(3, fault="cut:1:3")
+    time.sleep(2 * TIMEOUT + 3)
+    j.steps_from_now(3)
+    j.signal("SIGSTOP", [2])
+    code, err = j.end(LIMIT)
+    assert code == 3 and re.match(r"rank 2 has not been heard of for ", culprit(err)) and "rank 1 h" not in err, err
+
+
+def listening(pid):
+    """The ports on which this process listens at all addresses, without Open MPI's own, which begin at 1024."""
+    inodes = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        m = re.match(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{fd}"))
+        inodes |= {m.group(1)} if m else set()
+    ports = set()
+    for table in "/proc/net/tcp", "/proc/net/tcp6":
+        if os.path.exists(table):
+            with open(table) as f:
+                rows = [line.split() for line in f.readlines()[1:]]
+            mine = [r[1].split(":") for r in rows if r[3] == "0A" and r[9] in inodes]
+            ports |= {int(port, 16) for address, port in mine if not address.strip("0")}
+    return {p for p in ports if p > 10000}
+
+
+def test_strangers_change_nothing(job):
+    """Some say nothing, some the wrong thing, some that they are rank 1; more of them than there are places."""
+    j = job(2)
+    ports, calls = listening(j.rank[0]), []
+    assert ports
+    for port in ports:
+        for i in range(100):
+            calls.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            if i % 2:
+                calls[-1].sendall(b"GET / HTTP/1.1\r\n" * 400)
+    j.steps_from_now(3)
+    j.signal("SIGSTOP", [1])
+    while j.process.poll() is None and time.monotonic() < j.began + 2 * START:
+        with contextlib.suppress(OSError):  # it ends at some time
+            for port in ports:
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as c:
+                    c.sendall(struct.pack("=qi", 12345, 1) + bytes(2000))  # a report with another job's token
+        time.sleep(0.2)
+    code, err = j.end(LIMIT)
+    assert code == 3 and culprit(err).startswith("rank 1 has not been heard of for "), err
+    for c in calls:
+        c.close()
+
+
+# ---- errors of one rank ---------------------------------------------------------------------------------------------
+def test_a_log_that_rank_0_cannot_open(faulty):
+    r = run_program(faulty, [*ENDLESS, "--log", "/nowhere/log"], 3, timeout=60, env={"FAULT": "none:0:1"})
+    assert r.code == 2 and culprit(r.stderr).startswith("rank 0: --log /nowhere/log: "), f"{r}"
