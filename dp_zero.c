@@ -265,8 +265,9 @@ static void open_gradient(Model *m, int i) {
 // Remembers the first parameter of which this rank itself, before any sum, has a gradient that is not finite.
 static void look_for_not_finite(Model *m, const Bucket *b) {
     double squares = 0;
+    if (m->not_finite.param >= 0) return;
     grad_norm_squared(&squares, b->grad, b->grad32, b->count, m->workspace);
-    if (isfinite(squares) || m->not_finite.param >= 0) return;
+    if (isfinite(squares)) return;
     m->not_finite.micro = b->summed;
     for (int i = b->first_param + b->n_params - 1; i >= b->first_param; i--) { // as the backward came by
         const Param *p = &m->param[i];

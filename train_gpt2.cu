@@ -22,7 +22,6 @@
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -985,8 +984,8 @@ static void sample(Model *m, long count, long step) {
     KernelFlops trained = kernel_flops;
     m->B = 1;
     memset(m->host_targets, 0xff, T * sizeof(int32_t));
-    for (long i = 1; i <= count && comm_all_true(m->grid.world, !stop_signal);
-         i++) { // all ranks or none, for ZeRO-3
+    // All ranks go on or none: at ZeRO-3 a forward takes all of them.
+    for (long i = 1; i <= count && comm_all_true(m->grid.world, !stop_signal); i++) {
         m->T = (size_t)i < T ? (size_t)i : T;
         memcpy(m->host_tokens, token + i - (long)m->T, m->T * sizeof(int32_t));
         send_rows(m);

@@ -20,6 +20,7 @@ BUILD_SECONDS, RUN_SECONDS = 900, 240
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
     config.addinivalue_line("markers", "law: the whole product of layouts (make law); long")
     config.addinivalue_line("markers", "mutants: breaks the code on purpose (make mutants); long")
 

@@ -1,0 +1,121 @@
+"""What the labs share: they run ./train, read what it has written, print a table and draw one picture.
+
+Standard library only. The picture takes matplotlib, which `make test` puts into build/venv; a lab finds that by itself.
+"""
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+PROGRAM = ROOT / "build/cpu-fp32/train"
+FLOAT = 4  # bytes: the formulas of the labs are for the fp32 build
+sys.path.insert(0, str(ROOT / "dev"))
+from plot import go_where_matplotlib_is  # noqa: E402
+
+
+def stop(message):
+    print(f"lab: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def begin(doc, **numbers):
+    """The command line of a lab, with numbers of its own: name=help. Goes on in build/venv where only that can draw."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and short: to see that it runs")
+    parser.add_argument("--data", metavar="FILE", help="a text of your own to train on")
+    for name, words in numbers.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=words)
+    parser.add_argument("--out", metavar="DIR", type=pathlib.Path, default=ROOT / "build/labs")
+    a = parser.parse_args()
+    go_where_matplotlib_is()
+    if not PROGRAM.exists():
+        stop(f"no {PROGRAM.relative_to(ROOT)}: run make first")
+    a.out.mkdir(parents=True, exist_ok=True)
+    sys.stdout.reconfigure(line_buffering=True)
+    print(doc.strip().split("\n")[0])
+    return a
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+class Run:
+    """What a run has logged: losses and milliseconds of its steps, memory of rank 0, messages among the dp ranks."""
+
+    def __init__(self, log):
+        steps = [e for e in log if e["event"] == "step"]
+        end = log[-1]
+        self.start = log[0]
+        self.loss = [e["loss"] for e in steps]
+        self.ms = median([e["ms"] for e in steps[1:] or steps])  # the first step warms up
+        self.tokens_per_s = 1e3 * self.start["tokens_per_step"] / self.ms
+        self.memory = end["memory"][0]
+        dp = [e for e in end["comm"] if e["group"] == "dp"]
+        self.bytes = sum(e["bytes"] for e in dp) / self.start["dp"]  # the mean over the ranks
+        self.exposed_ms = sum(e["exposed_ms"] for e in dp) / self.start["dp"] / len(steps)  # a step
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+def execute(command):
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode != 0:
+        stop(f"this has failed: {' '.join(map(str, command))}\n{done.stderr or done.stdout}")
+    return done.stdout
+
+
+def train(a, *flags, ranks=1, launcher=()):
+    """Runs ./train with these flags: by itself, or as what the launcher's words begin."""
+    own = ["--ranks", ranks] if ranks > 1 and not launcher else []
+    data = ["--data", pathlib.Path(a.data).resolve()] if a.data else []
+    with tempfile.TemporaryDirectory() as place:
+        log = pathlib.Path(place) / "log.jsonl"
+        command = [*launcher, PROGRAM, *own, *data, *flags, "--eval-batches", 1, "--peak-tflops", 1, "--quiet", "--log", log]
+        execute(command)
+        return Run([json.loads(line) for line in log.read_text().splitlines()])
+
+
+def plan(*flags):
+    """What a run would need, by --dry-run --json."""
+    return json.loads(execute([PROGRAM, *flags, "--dry-run", "--json"]))
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+def table(columns, rows):
+    """Two blanks or more between columns; text to the left, numbers to the right."""
+    lines = [list(columns)] + [[str(x) for x in row] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    print()
+    for line in lines:
+        print("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))).rstrip())
+
+
+def mb(n):
+    return f"{n / 1e6:.3f}"
+
+
+def pyplot(what):
+    """matplotlib's pyplot, or None and a line on how to get `what`."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"\nno matplotlib, so no picture of {what}: `make test` brings it into build/venv")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def shown(path):
+    """As one would type it here."""
+    return min(os.path.relpath(path), str(path), key=len)
+
+
+def save(figure, a, name):
+    figure.savefig(a.out / name, dpi=110, bbox_inches="tight")
+    print(f"\npicture: {shown(a.out / name)}")
