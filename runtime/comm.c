@@ -24,11 +24,15 @@
 #include "../kernels/precision.h"
 
 #include <assert.h>
+#include <fcntl.h>
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #ifdef USE_MPI
 #include <mpi.h>
@@ -532,6 +536,32 @@ static Comm *comm_of(MPI_Comm mpi, const char *name) {
     return *end = ring, c;
 }
 
+// A word, 0 at first, in memory that the ranks of this host share: a file without a name, which the others open through
+// rank 0's descriptor, and know by its inode (in a container, the same pid may be another process). MPI's own shared
+// windows do not work under Open MPI's monitoring. NULL where it cannot be had.
+static atomic_int *shared_word(Comm *neighbours) {
+    struct {
+        int pid, fd;
+        struct stat file;
+    } first = {.pid = getpid(), .fd = -1};
+    if (neighbours->rank == 0) {
+        first.fd = memfd_create("ultrascale", MFD_CLOEXEC);
+        if (ftruncate(first.fd, sizeof(atomic_int)) < 0 || fstat(first.fd, &first.file) < 0) first.pid = 0;
+    }
+    comm_wait(comm_broadcast(neighbours, &first, sizeof first, DTYPE_U8, 0));
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", first.pid, first.fd);
+    struct stat mine;
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    bool same = fd >= 0 && fstat(fd, &mine) == 0 && mine.st_dev == first.file.st_dev &&
+                mine.st_ino == first.file.st_ino;
+    void *word = same ? mmap(NULL, sizeof(atomic_int), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    comm_wait(comm_barrier(neighbours)); // all have opened it
+    if (fd >= 0) close(fd);
+    if (neighbours->rank == 0 && first.fd >= 0) close(first.fd);
+    return word == MAP_FAILED ? NULL : word;
+}
+
 Comm *comm_init(int *argc, char ***argv) {
     int provided;
     // Without a launcher, Open MPI would start a daemon for this one rank, and want ssh for that.
@@ -553,9 +583,10 @@ Comm *comm_init(int *argc, char ***argv) {
                  "with (srun --mpi=pmix), and no launcher for a build with MPI=0",
                  launch_size(), world->size);
     mpi_check(MPI_Comm_split_type(mpi, MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, &here));
-    mpi_check(MPI_Comm_rank(here, &host.local_rank));
-    mpi_check(MPI_Comm_size(here, &host.local_size));
-    mpi_check(MPI_Comm_free(&here));
+    Comm *neighbours = comm_of(here, "host");
+    host.local_rank = neighbours->rank, host.local_size = neighbours->size;
+    fail_spoken = shared_word(neighbours);
+    comm_free(neighbours);
     host.hosts = (int)comm_sum(world, host.local_rank == 0);
     memset(world->count, 0, sizeof world->count); // users count from here
     return world;
@@ -595,6 +626,7 @@ void comm_finalize(void) {
     while (rings) comm_free(&rings->comm);
     world = NULL;
     fail_abort = _exit;
+    fail_spoken = NULL;
     mpi_check(MPI_Finalize());
 }
 

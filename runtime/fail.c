@@ -11,15 +11,24 @@
 // Not exit: handlers registered with atexit (MPI's, a sanitizer's) must not change the code, or wait for a peer.
 void (*fail_abort)(int code) = _exit;
 
-// Written at once, so that lines of several ranks do not mix.
-static void say(int rank, const char *format, va_list arguments) {
+atomic_int *fail_spoken;
+
+// Prints the line at once, so that those of several ranks do not mix, and ends the job. `rank` is -1 where it does not
+// matter.
+static _Noreturn void end(int rank, int code, const char *format, va_list arguments) {
     char who[32] = "", message[1920], line[2048];
-    if (rank >= 0) snprintf(who, sizeof who, "rank %d: ", rank);
-    vsnprintf(message, sizeof message, format, arguments);
-    snprintf(line, sizeof line, "train: %s%s\n", who, message);
-    fflush(stdout);
-    fputs(line, stderr);
-    fflush(stderr);
+    if (fail_spoken && atomic_exchange(fail_spoken, 1)) {
+        sleep(5); // another rank has spoken, and the end comes from there; only the launcher is slow
+    } else {
+        if (rank >= 0) snprintf(who, sizeof who, "rank %d: ", rank);
+        vsnprintf(message, sizeof message, format, arguments);
+        snprintf(line, sizeof line, "train: %s%s\n", who, message);
+        fflush(stdout);
+        fputs(line, stderr);
+        fflush(stderr);
+    }
+    fail_abort(code);
+    _exit(code);
 }
 
 _Noreturn void fail_all(int code, const char *format, ...) {
@@ -31,24 +40,18 @@ _Noreturn void fail_all(int code, const char *format, ...) {
     }
     va_list arguments;
     va_start(arguments, format);
-    say(launch_rank() ? launch_rank() : -1, format, arguments);
-    va_end(arguments);
-    fail_abort(code);
-    _exit(code);
+    end(launch_rank() ? launch_rank() : -1, code, format, arguments);
 }
 
 _Noreturn void fail(int code, const char *format, ...) {
-    // Where several ranks find the same, one speaks: the others are ended while they wait for their turn.
+    // Where several hosts find the same, the lowest rank speaks: the others are ended while they wait for their turn.
     if (launch_rank() > 0) {
         signal(SIGTERM, SIG_DFL);
         usleep(300000 * (launch_rank() < 10 ? (unsigned)launch_rank() : 10));
     }
     va_list arguments;
     va_start(arguments, format);
-    say(launch_size() > 1 ? launch_rank() : -1, format, arguments);
-    va_end(arguments);
-    fail_abort(code);
-    _exit(code);
+    end(launch_size() > 1 ? launch_rank() : -1, code, format, arguments);
 }
 
 // ---- what the launcher says in the environment: Open MPI, PMIx, MPICH and Intel MPI, Slurm -------------------------

@@ -6,6 +6,7 @@
 //     deaf    its first N calls of rank 0's watchdog are refused           in its lowest bit
 //     cut     its line to rank 0's watchdog is cut at report N
 //     drift   as flip, a second moment                             master  as flip, an fp32 master
+//     late    the launcher takes SECONDS to hear that the rank ends the job (N does not matter)
 //
 // Nothing of that is in the program: it is linked anew, with --wrap for the functions below (see the Makefile).
 #include "kernels/kernels.h"
@@ -19,6 +20,8 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
+
+#include <mpi.h>
 
 static struct {
     char kind[16];
@@ -133,6 +136,15 @@ void __wrap_adamw_update(floatX *weight, float *master, float *m, float *v, cons
                           : ordered("master") ? (unsigned char *)&master[n / 2]
                                               : NULL;
     if (byte && ++times == fault.n) *byte ^= 1; // the lowest bit, on a little-endian machine
+}
+
+// ---- the end --------------------------------------------------------------------------------------------------------
+
+int __real_MPI_Abort(MPI_Comm c, int code);
+int __wrap_MPI_Abort(MPI_Comm c, int code);
+int __wrap_MPI_Abort(MPI_Comm c, int code) {
+    if (ordered("late")) sleep_at_fault();
+    return __real_MPI_Abort(c, code);
 }
 
 // ---- the watchdog's line --------------------------------------------------------------------------------------------

@@ -254,6 +254,13 @@ def test_two_ranks(name, place):
     check(run_program(build(), words(flags), 2, timeout=SECONDS, cwd=place, env=CPU_ENV), place, code, pattern)
 
 
+def test_one_speaks_where_the_end_is_slow(place):
+    """All four find a file that cannot be used, and rank 0's word to end them arrives when all have had their turn."""
+    flags, code, pattern = CASES["token outside the vocabulary"]
+    program, late = build(program="tests/train_with_faults"), {**CPU_ENV, "FAULT": "late:0:1:2"}
+    check(run_program(program, words(flags), 4, timeout=SECONDS, cwd=place, env=late), place, code, pattern)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_sanitized(name, place):
     flags, code, pattern = CASES[name]

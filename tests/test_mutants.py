@@ -141,6 +141,9 @@ MUTANTS = {
     "all is well that ends": (
         "runtime/launch.c", "WIFEXITED(status) ? WEXITSTATUS(status)", "WIFEXITED(status) ? 0",
         "tests/test_resume.py::test_killed_at_any_moment"),
+    "whoever fails speaks": (
+        "runtime/fail.c", "fail_spoken && atomic_exchange(fail_spoken, 1)", "fail_spoken && 0",
+        "tests/test_cases.py::test_one_speaks_where_the_end_is_slow"),
     # the ring
     "the ring stops a hop early": (
         "runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
