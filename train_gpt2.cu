@@ -505,7 +505,7 @@ static BlockSize block_size(const Model *m) {
 
 static AttentionShape attention_shape(const Model *m) {
     BlockSize s = block_size(m);
-    return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.C, true};
+    return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.C, .causal = true};
 }
 
 // What blocks keep. Recomputation shares: under `full` all blocks write one set of buffers, which the backward fills again

@@ -33,28 +33,67 @@ static float row_max(const floatX *row, size_t V) {
     return x;
 }
 
+typedef struct {
+    float max, sum, target; // Σ exp(logits − max); the target's logit
+} Row;
+
+// The first half reads the logits of tokens [first, first + V). A row without a target is as one without logits.
+static Row row_read(const floatX *row, int32_t token, int32_t first, size_t V) {
+    if (token < 0) return (Row){-INFINITY, 0.0f, 0.0f};
+    float max = row_max(row, V), sum = 0.0f;
+    float shift = max == -INFINITY ? 0.0f : max; // where all are −inf, so that exp makes 0 of them, not NaN
+#pragma omp simd reduction(+ : sum)
+    for (size_t v = 0; v < V; v++) sum += fast_expf(to_float(row[v]) - shift);
+    size_t target = (size_t)token - (size_t)first; // below 0 it is very large
+    return (Row){max, sum, target < V ? to_float(row[target]) : 0.0f};
+}
+
+// The second half makes them their gradient.
+static void row_write(floatX *row, float *loss, Row r, int32_t token, int32_t first, float dloss, size_t V,
+                      size_t Vp) {
+    *loss = token < 0 ? 0.0f : logf(r.sum) - (r.target - r.max);
+    if (dloss == 0.0f) return;
+    if (token < 0) V = 0; // nothing but padding
+    float scale = dloss / r.sum;
+#pragma omp simd
+    for (size_t v = 0; v < V; v++) row[v] = to_floatX(fast_expf(to_float(row[v]) - r.max) * scale);
+    size_t target = (size_t)token - (size_t)first;
+    if (target < V) row[target] = to_floatX((fast_expf(r.target - r.max) / r.sum - 1.0f) * dloss);
+    memset(row + V, 0, (Vp - V) * sizeof *row);
+}
+
 void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets, float dloss,
                                     size_t N, size_t V, size_t Vp) {
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        floatX *row = logits + n * Vp;
-        if (targets[n] < 0) {
-            losses[n] = 0.0f;
-            if (dloss != 0.0f) memset(row, 0, Vp * sizeof *row);
-            continue;
-        }
-        float max = row_max(row, V), sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (size_t v = 0; v < V; v++) sum += fast_expf(to_float(row[v]) - max);
+        Row r = row_read(logits + n * Vp, targets[n], 0, V);
+        row_write(logits + n * Vp, losses + n, r, targets[n], 0, dloss, V, Vp);
+    }
+}
 
-        float target = to_float(row[targets[n]]) - max;
-        losses[n] = logf(sum) - target;
-        if (dloss == 0.0f) continue;
+// ---------------------------------------------------------------------------------------------------------
+// A vocabulary in slices: the halves apart, and between them what the ranks tell each other.
+void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
+                         int32_t first, size_t N, size_t V, size_t Vp) {
+#pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        Row r = row_read(logits + n * Vp, targets[n], first, V);
+        max[n] = r.max, sum[n] = r.sum, target[n] = r.target;
+    }
+}
 
-        float scale = dloss / sum;
-#pragma omp simd
-        for (size_t v = 0; v < V; v++) row[v] = to_floatX(fast_expf(to_float(row[v]) - max) * scale);
-        row[targets[n]] = to_floatX((fast_expf(target) / sum - 1.0f) * dloss);
-        memset(row + V, 0, (Vp - V) * sizeof *row);
+void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N) {
+    for (size_t n = 0; n < N; n++)
+        if (max[n] != global_max[n]) // a sum of nothing (both −inf) stays 0
+            sum[n] *= fast_expf(max[n] - global_max[n]);
+}
+
+void cross_entropy_global(float *losses, floatX *logits, const int32_t *targets, int32_t first,
+                          const float *max, const float *sum, const float *target, float dloss, size_t N,
+                          size_t V, size_t Vp) {
+#pragma omp parallel for
+    for (size_t n = 0; n < N; n++) {
+        Row r = {max[n], sum[n], target[n]};
+        row_write(logits + n * Vp, losses + n, r, targets[n], first, dloss, V, Vp);
     }
 }

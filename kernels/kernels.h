@@ -1,7 +1,8 @@
 // Every operation of the model: what it computes, on which shapes, and what it needs.
 //
-// One file an operation: NAME.c says what it computes, on the CPU (OpenMP); flash_attention.c holds the naive attention too,
-// layernorm.c RMSNorm and the residual, gelu.c SwiGLU.
+// One pair of files an operation: NAME.c says what it computes, on the CPU (OpenMP); NAME.cu makes it fast, in CUDA.
+// flash_attention holds the naive attention too, layernorm RMSNorm and the residual, gelu SwiGLU. Two have more than one
+// .cu: flash_attention (also flash_attention_backward.cu and naive_attention.cu) and fp8_gemm (also fp8_quantize.cu).
 // Conventions, those of llm.c:
 //  - out, inp, dout, dinp: forward reads inp and writes out; backward reads dout and writes dinp.
 //  - gradients of parameters are added (+=), gradients of activations are written (=), except where stated.
@@ -11,6 +12,7 @@
 //    such a function needs none.
 //  - every backward is deterministic: the same inputs and the same number of threads give the same bits.
 //  - statistics (mean, rstd, log-sum-exp, losses) are fp32; sums run in fp32 or wider whatever floatX is.
+//  - pointers are to device memory, where there is a device, but for structs; every call is queued on compute_stream.
 // Kernels know tensors, never ranks, and have no errors of their own: callers pass legal sizes (all ≥ 1).
 #ifndef KERNELS_H
 #define KERNELS_H
@@ -19,6 +21,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "precision.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 // ---------------------------------------------------------------------------------------------------------
 // The work done so far by the matrix products of this process, in floating-point operations (a multiply and an
@@ -82,8 +88,41 @@ void matmul_backward_weight(floatX *dweight, const floatX *dout, const floatX *i
                             size_t N, void *workspace);
 // dbias [N] += column sums of dout [M,N]
 void matmul_backward_bias(floatX *dbias, const floatX *dout, size_t M, size_t N, void *workspace);
-// enough for all four
+// pre [M,N] as matmul_forward's out, out [M,N] = gelu(pre): one pass over the result less where a library fuses the two
+void matmul_gelu_forward(floatX *out, floatX *pre, const floatX *inp, const floatX *weight, const floatX *bias,
+                         size_t M, size_t K, size_t N, void *workspace);
+// enough for all five
 size_t matmul_workspace(size_t M, size_t K, size_t N);
+
+// ---------------------------------------------------------------------------------------------------------
+// fp8_gemm: matrix products over 8-bit numbers, each tile of 128 (or 128×128) with an fp32 scale of its own
+// (DeepSeek-V3, 2024, §3.3). value = q · scale, scale = amax of the tile / the format's largest (1 for a tile of
+// zeros); a quotient beyond the largest saturates. A tile that holds an inf or NaN has a NaN scale, so that none is lost.
+typedef uint8_t fp8;
+typedef enum { FP8_E4M3, FP8_E5M2 } Fp8Format; // largest 448 and 57,344
+enum { FP8_TILE = 128 };
+// Scales lie as cuBLASLt wants them: of 1×128 tiles [⌈K/128⌉, M], of 128×128 tiles [⌈N/128⌉, ⌈K/128⌉ rounded up to 4],
+// with 0 in the padding.
+// q [M,K] and 1×128 scales of x [M,K]: activations, output gradients
+void fp8_quantize(fp8 *q, float *scale, const floatX *x, size_t M, size_t K, Fp8Format format);
+// q [K,M] and 1×128 scales of xᵀ [K,M]: the operands of the weight's gradient, whose sum runs over M
+void fp8_quantize_transposed(fp8 *q, float *scale, const floatX *x, size_t M, size_t K, Fp8Format format);
+// q [N,K] and 128×128 scales of x [N,K]: weights; q_transposed [K,N] and its scales too where not NULL
+void fp8_quantize_blocks(fp8 *q, float *scale, fp8 *q_transposed, float *scale_transposed, const floatX *x,
+                         size_t N, size_t K, Fp8Format format);
+typedef struct {
+    const fp8 *q; // [rows, K]
+    const float *scale;
+    Fp8Format format;
+    bool blocks; // the scales are of 128×128 tiles, not of 1×128
+} Fp8Matrix;
+// out [M,N] = a [M,K] · b [N,K]ᵀ + bias [N] (NULL: none), or out += (add). The sum over each 128 of K is scaled and joins
+// an fp32 sum (promotion, §3.3.2: tensor cores of Hopper keep ~14 bits of it). Counted as forward, with add as backward.
+void fp8_gemm(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M, size_t K, size_t N,
+              void *workspace);
+size_t fp8_gemm_workspace(size_t M, size_t K, size_t N);
+// fp8_gemm.c only: the bits that a sum keeps inside each 128 of K (0: all of fp32's), to show what promotion is good for.
+extern int fp8_accumulator_bits;
 
 // ---------------------------------------------------------------------------------------------------------
 // attention: o = softmax(q kᵀ / √D, keys ≤ query if causal) v, one head at a time; query head h reads the
@@ -92,9 +131,13 @@ size_t matmul_workspace(size_t M, size_t K, size_t N);
 // places in one [B,T,(H+2KV)·D] row. A batch's sequences follow one another: T · stride elements apart.
 typedef struct {
     size_t B, Tq, Tk; // sequences, queries and keys of each (causal: Tq = Tk, query t sees keys 0..t)
-    size_t H, KV, D;  // query heads, key/value heads (KV divides H), channels a head
+    size_t H, KV,
+        D; // query heads, key/value heads (KV divides H), channels a head (at most 128 on CUDA: flash)
     size_t q_stride, kv_stride, o_stride;
     bool causal;
+    // Tokens from one sequence to the next, where queries or keys are a part of longer sequences (0: Tq, Tk).
+    // They hold for lse and delta too: head h of sequence b starts at (b·H + h) · q_tokens.
+    size_t q_tokens, kv_tokens;
 } AttentionShape;
 
 // flash: tiles of the score matrix with an online softmax (Dao et al. 2022, Alg. 1; Dao 2023): the Tq×Tk matrix never
@@ -107,6 +150,18 @@ void flash_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *
                               const float *lse, const floatX *q, const floatX *k, const floatX *v,
                               AttentionShape s, void *workspace);
 size_t flash_attention_workspace(AttentionShape s);
+
+// Attention over a ring (Liu et al. 2023): the keys come in blocks, one call a block, and the results stay fp32.
+// o and lse take the block's part: what they hold of earlier blocks is weighed against it (lse = −inf: nothing yet;
+// start with that, and o of any finite value). o has o's strides.
+void flash_attention_forward_block(float *o, float *lse, const floatX *q, const floatX *k, const floatX *v,
+                                   AttentionShape s, void *workspace);
+// delta [B,H,Tq] = Σ_d do ∘ o, once for all blocks.
+void flash_attention_delta(float *delta, const floatX *do_, const floatX *o, AttentionShape s);
+// dq, dk, dv += the block's part, p taken from the *final* lse.
+void flash_attention_backward_block(float *dq, float *dk, float *dv, const floatX *do_, const float *delta,
+                                    const float *lse, const floatX *q, const floatX *k, const floatX *v,
+                                    AttentionShape s, void *workspace);
 
 // naive: keeps the softmax output p [B,H,Tq,Tk]; four products backward. The textbook, and what flash saves.
 void naive_attention_forward(floatX *o, floatX *p, const floatX *q, const floatX *k, const floatX *v,
@@ -134,13 +189,26 @@ ActivationBackward gelu_backward, swiglu_backward;
 void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets, float dloss,
                                     size_t N, size_t V, size_t Vp);
 
+// The same where each rank holds a slice of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3): tokens
+// [first, first + V), in V columns of rows Vp wide. No logit leaves its rank, only three numbers a row do:
+//   cross_entropy_local    max, sum [N] = Σ exp(logits − max), target [N] = the target's logit, 0 where another holds it;
+//                          −inf and 0 where all logits are −inf, or there is no target (all-reduce by maximum: global_max)
+//   cross_entropy_rescale  sum becomes Σ exp(logits − global_max)          (all-reduce by sum: sum, target)
+//   cross_entropy_global   losses, and logits become their gradient, as above
+void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
+                         int32_t first, size_t N, size_t V, size_t Vp);
+void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N);
+void cross_entropy_global(float *losses, floatX *logits, const int32_t *targets, int32_t first,
+                          const float *max, const float *sum, const float *target, float dloss, size_t N,
+                          size_t V, size_t Vp);
+
 // ---------------------------------------------------------------------------------------------------------
 // adamw (Loshchilov & Hutter 2019), over a whole bucket in one pass: the clip is fused as grad_scale, decay applies
 // to n_decay ranges [decay[2i], decay[2i+1]) of elements (matrices), ascending.
 typedef struct {
     float lr, beta1, beta2, eps, weight_decay, grad_scale;
-    long step; // counts from 1, for the bias corrections
-    const size_t *decay;
+    long step;           // counts from 1, for the bias corrections
+    const size_t *decay; // host memory
     size_t n_decay;
 } AdamW;
 // weight [n] is the rounded copy of master [n] (fp32); without masters (fp32 builds) master = NULL and weight is updated.
@@ -150,9 +218,13 @@ void adamw_update(floatX *weight, float *master, float *m, float *v, const float
 // acc [n] += grad [n]; grad = 0: a micro-batch's bf16 gradient joins the fp32 sum (--grad-accum-fp32).
 void gradient_accumulate(float *acc, floatX *grad, size_t n);
 
-// grad_norm: *sum += Σ grad² in a fixed order of partial sums, whatever the number of threads; the gradient is grad [n],
+// grad_norm: *sum (device memory too) += Σ grad² in a fixed order of partial sums, whatever the number of threads; the gradient is grad [n],
 // or grad32 [n] where that is not NULL.
 void grad_norm_squared(double *sum, const floatX *grad, const float *grad32, size_t n, void *workspace);
 size_t grad_norm_workspace(size_t n);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

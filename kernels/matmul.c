@@ -113,6 +113,12 @@ void matmul_backward_weight(floatX *dweight, const floatX *dout, const floatX *i
     kernel_flops.gemm_backward += 2.0 * M * N * K;
 }
 
+void matmul_gelu_forward(floatX *out, floatX *pre, const floatX *inp, const floatX *weight, const floatX *bias,
+                         size_t M, size_t K, size_t N, void *workspace) {
+    matmul_forward(pre, inp, weight, bias, M, K, N, workspace);
+    gelu_forward(out, pre, M, N);
+}
+
 void matmul_backward_bias(floatX *dbias, const floatX *dout, size_t M, size_t N, void *workspace) {
     (void)workspace;
     enum { COLS = 64 };

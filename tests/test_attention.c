@@ -201,7 +201,7 @@ static void check_shape(AttentionShape s) {
 }
 
 static AttentionShape shape(size_t B, size_t Tq, size_t Tk, size_t H, size_t KV, size_t D, bool causal) {
-    return (AttentionShape){B, Tq, Tk, H, KV, D, H * D + 5, KV * D + 3, H * D + 1, causal};
+    return (AttentionShape){B, Tq, Tk, H, KV, D, H * D + 5, KV * D + 3, H * D + 1, .causal = causal};
 }
 
 static void test_lengths(void **state) {
@@ -240,7 +240,7 @@ static void test_groups(void **state) {
 static void test_packed(void **state) {
     (void)state;
     size_t B = 2, T = 75, H = 4, KV = 2, D = 12, row = (H + 2 * KV) * D;
-    AttentionShape s = {B, T, T, H, KV, D, row, row, H * D, true};
+    AttentionShape s = {B, T, T, H, KV, D, row, row, H * D, .causal = true};
     floatX *qkv = matrix(B * T, row), *dqkv = matrix(B * T, row);
     fill(qkv, B * T, row, row);
     Tensors t = tensors(s), packed = t;
@@ -300,7 +300,7 @@ static void test_structured(void **state) {
 static void test_exponential(void **state) {
     (void)state;
     enum { N = 8192 };
-    AttentionShape s = {1, N, 2, 1, 1, 1, 1, 1, 1, false};
+    AttentionShape s = {1, N, 2, 1, 1, 1, 1, 1, 1, .causal = false};
     Tensors t = tensors(s);
     for (size_t i = 0; i < N; i++) t.q[i] = to_floatX(-(float)i / 64); // to −128
     t.k[0] = t.v[0] = to_floatX(0), t.k[1] = t.v[1] = to_floatX(1);
@@ -367,6 +367,187 @@ static void test_part_of_the_keys(void **state) {
     check("dk", t.dk, s.kv_stride, r.dk, rows_k(s), s.KV * s.D, tolerance(), 0);
     check("dv", t.dv, s.kv_stride, r.dv, rows_k(s), s.KV * s.D, tolerance(), 0);
     free(dq[0]), free(dq[1]), free_reference(r), free_tensors(t);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// a ring: the keys come in blocks, of sequences that lie apart, and fp32 sums take each block's part
+
+typedef struct {
+    float *o, *lse, *delta, *dq, *dk, *dv;
+} Sums;
+
+static float *filled_with(float x, size_t n) {
+    float *sums = malloc(n * sizeof *sums);
+    for (size_t i = 0; i < n; i++) sums[i] = x;
+    return sums;
+}
+
+static void free_sums(Sums r) {
+    free(r.o), free(r.lse), free(r.delta), free(r.dq), free(r.dk), free(r.dv);
+}
+
+// [rows, width] of rows `stride` apart, as check() takes them: rounded to floatX, which costs less than its bars
+static floatX *as_floatX(const float *x, size_t rows, size_t stride) {
+    floatX *y = malloc(rows * stride * sizeof *y);
+    for (size_t i = 0; i < rows * stride; i++) y[i] = to_floatX(x[i]);
+    return y;
+}
+
+static void check_sum(const char *name, const float *x, size_t stride, const double *want, size_t rows,
+                      size_t width, double other) {
+    floatX *y = as_floatX(x, rows, stride);
+    for (size_t i = 0; i < rows; i++) memset(y + i * stride + width, 0xff, (stride - width) * sizeof *y);
+    check(name, y, stride, want, rows, width, tolerance(), other);
+    free(y);
+}
+
+static AttentionShape part_of(AttentionShape s, size_t queries, size_t keys, bool causal) {
+    s.q_tokens = s.Tq, s.kv_tokens = s.Tk;
+    s.Tq = queries, s.Tk = keys, s.causal = causal;
+    return s;
+}
+
+// Queries from `query` on (in each sequence) meet keys [first, first + part.Tk).
+static void ring_forward(Sums r, Tensors t, AttentionShape part, size_t query, size_t first) {
+    void *w = aligned_alloc(64, (flash_attention_workspace(part) + 63) / 64 * 64);
+    flash_attention_forward_block(r.o + query * part.o_stride, r.lse + query, t.q + query * part.q_stride,
+                                  t.k + first * part.kv_stride, t.v + first * part.kv_stride, part, w);
+    free(w);
+}
+
+static void ring_backward(Sums r, Tensors t, AttentionShape part, size_t query, size_t first) {
+    void *w = aligned_alloc(64, (flash_attention_workspace(part) + 63) / 64 * 64);
+    size_t kv = first * part.kv_stride;
+    flash_attention_backward_block(r.dq + query * part.q_stride, r.dk + kv, r.dv + kv,
+                                   t.do_ + query * part.o_stride, r.delta + query, r.lse + query,
+                                   t.q + query * part.q_stride, t.k + kv, t.v + kv, part, w);
+    free(w);
+}
+
+typedef struct {
+    size_t query, first, queries, keys;
+    bool causal;
+} Visit;
+
+// The visits, one after another, give what the whole of s gives. Where no block has been yet, o may hold anything finite.
+static void check_ring(AttentionShape s, Tensors t, const Visit *visits, size_t n) {
+    Reference r = reference(t, s);
+    size_t nq = rows_q(s), nk = rows_k(s), rows = s.B * s.H * s.Tq;
+    Sums sums = {filled_with(1e30f, nq * s.o_stride),
+                 filled_with(-INFINITY, rows),
+                 filled_with(NAN, rows),
+                 filled_with(0, nq * s.q_stride),
+                 filled_with(0, nk * s.kv_stride),
+                 filled_with(0, nk * s.kv_stride)};
+    for (size_t i = 0; i < n; i++)
+        ring_forward(sums, t, part_of(s, visits[i].queries, visits[i].keys, visits[i].causal), visits[i].query,
+                     visits[i].first);
+    check_sum("o", sums.o, s.o_stride, r.o, nq, s.H * s.D, 0);
+    for (size_t i = 0; i < nq; i++)
+        for (size_t j = s.H * s.D; j < s.o_stride; j++) assert_true(sums.o[i * s.o_stride + j] == 1e30f);
+    for (size_t i = 0; i < rows; i++)
+        if (!(fabs(sums.lse[i] - r.lse[i]) <= 2e-6 * fmax(1, fabs(r.lse[i]))))
+            fail_msg("lse [%zu]: %.9g, want %.9g", i, (double)sums.lse[i], r.lse[i]);
+
+    for (size_t i = 0; i < nq; i++)
+        for (size_t j = 0; j < s.H * s.D; j++) t.o[i * s.o_stride + j] = to_floatX(sums.o[i * s.o_stride + j]);
+    flash_attention_delta(sums.delta, t.do_, t.o, s);
+    for (size_t i = 0; i < n; i++)
+        ring_backward(sums, t, part_of(s, visits[i].queries, visits[i].keys, visits[i].causal), visits[i].query,
+                      visits[i].first);
+    check_sum("dq", sums.dq, s.q_stride, r.dq, nq, s.H * s.D, largest(t.k, nk, s.kv_stride, s.KV * s.D));
+    check_sum("dk", sums.dk, s.kv_stride, r.dk, nk, s.KV * s.D, largest(t.q, nq, s.q_stride, s.H * s.D));
+    check_sum("dv", sums.dv, s.kv_stride, r.dv, nk, s.KV * s.D, 0);
+    free_sums(sums), free_reference(r);
+}
+
+// Blocks of equal and unequal lengths, one of them empty, in any order; each sequence lies apart from the next.
+static void test_ring_of_blocks(void **state) {
+    (void)state;
+    const size_t cuts[][5] = {{0, 210}, {0, 1, 210}, {0, 105, 105, 210}, {0, 64, 192, 193, 210}};
+    for (size_t c = 0; c < sizeof cuts / sizeof *cuts; c++) {
+        AttentionShape s = shape(2, 70, 210, 4, 2, 16, false);
+        Tensors t = tensors(s);
+        Visit visits[4] = {{0}};
+        size_t n = 0;
+        for (; n < 4 && cuts[c][n] < 210; n++)
+            visits[n] = (Visit){0, cuts[c][n], 70, cuts[c][n + 1] - cuts[c][n], false};
+        check_ring(s, t, visits, n);
+        Visit first = visits[0];
+        visits[0] = visits[n - 1], visits[n - 1] = first;
+        check_ring(s, t, visits, n);
+        free_tensors(t);
+    }
+}
+
+// Causal attention in four chunks, two and two of which meet: what ring attention does with zig-zag chunks.
+static void test_ring_of_chunks(void **state) {
+    (void)state;
+    AttentionShape s = shape(2, 140, 140, 2, 1, 24, true);
+    Tensors t = tensors(s);
+    const Visit visits[] = {{0, 0, 35, 35, true},
+                            {35, 35, 35, 35, true},
+                            {70, 70, 70, 70, true},
+                            {35, 0, 105, 35, false},
+                            {70, 35, 70, 35, false}};
+    check_ring(s, t, visits, sizeof visits / sizeof *visits);
+    free_tensors(t);
+}
+
+// Scores whose exponentials no float holds, the largest first, last, or alone.
+static void test_ring_of_big_scores(void **state) {
+    (void)state;
+    const Structure kinds[] = {HUGE_SCORES, RISING, FALLING};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        AttentionShape s = shape(1, 200, 200, 1, 1, 16, false);
+        Tensors t = tensors(s);
+        structure(t, s, kinds[i]);
+        for (size_t row = 0; row < s.Tq; row++) // one query's do is enough; 200 would add their roundings up
+            for (size_t d = 0; row > 0 && d < s.D; d++) t.do_[row * s.o_stride + d] = to_floatX(0);
+        const Visit visits[] = {{0, 100, 200, 50, false}, {0, 0, 200, 100, false}, {0, 150, 200, 50, false}};
+        check_ring(s, t, visits, 3);
+        free_tensors(t);
+    }
+}
+
+// Keys whose scores overflow to −∞ weigh nothing, also where they fill a whole tile or block before the others come. A
+// row that has only such is NaN.
+static void test_scores_that_overflow(void **state) {
+    (void)state;
+    AttentionShape s = shape(1, 5, 230, 1, 1, 16, false);
+    Tensors t = tensors(s);
+    for (size_t i = 0; i < s.Tq; i++) t.q[i * s.q_stride] = to_floatX(1e30f);
+    for (size_t i = 0; i < s.Tk; i++) t.k[i * s.kv_stride] = to_floatX(i < 200 ? -1e30f : 0);
+    const Visit visits[] = {{0, 0, 5, 100, false}, {0, 100, 5, 130, false}};
+    Reference r = reference(t, s);
+    for (Kind kind = FLASH; kind <= NAIVE; kind++) check_all(kind, t, r, s, tolerance());
+    check_ring(s, t, visits, 2);
+
+    s.Tk = 200;
+    for (Kind kind = FLASH; kind <= NAIVE; kind++) {
+        memset(t.o, 0, rows_q(s) * s.o_stride * sizeof *t.o);
+        run(kind, t, s);
+        for (size_t i = 0; i < s.Tq; i++) assert_true(isnan(to_float(t.o[i * s.o_stride])));
+    }
+    free_reference(r), free_tensors(t);
+}
+
+// Two empty blocks merge to an empty one: o and lse stay to the last bit, and so they do after real blocks.
+static void test_ring_of_nothing(void **state) {
+    (void)state;
+    AttentionShape s = shape(1, 70, 30, 2, 1, 8, false), empty = part_of(s, 70, 0, false);
+    Tensors t = tensors(s);
+    Sums sums = {.o = filled_with(7, 70 * s.o_stride), .lse = filled_with(-INFINITY, 140)};
+    float *o = malloc(70 * s.o_stride * sizeof *o), *lse = malloc(140 * sizeof *lse);
+    for (int blocks = 0; blocks < 2; blocks++) {
+        if (blocks > 0) ring_forward(sums, t, part_of(s, 70, 30, false), 0, 0);
+        memcpy(o, sums.o, 70 * s.o_stride * sizeof *o), memcpy(lse, sums.lse, 140 * sizeof *lse);
+        ring_forward(sums, t, empty, 0, 0);
+        ring_forward(sums, t, empty, 0, 0);
+        assert_memory_equal(sums.o, o, 70 * s.o_stride * sizeof *o);
+        assert_memory_equal(sums.lse, lse, 140 * sizeof *lse);
+    }
+    free(o), free(lse), free_sums(sums), free_tensors(t);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -479,12 +660,23 @@ static void test_flops(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_lengths),          cmocka_unit_test(test_head_sizes),
-        cmocka_unit_test(test_groups),           cmocka_unit_test(test_packed),
-        cmocka_unit_test(test_structured),       cmocka_unit_test(test_exponential),
-        cmocka_unit_test(test_no_keys),          cmocka_unit_test(test_part_of_the_keys),
-        cmocka_unit_test(test_deterministic),    cmocka_unit_test(test_rounded_inputs),
-        cmocka_unit_test(test_rounded_p_and_ds), cmocka_unit_test(test_flops),
+        cmocka_unit_test(test_lengths),
+        cmocka_unit_test(test_head_sizes),
+        cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_packed),
+        cmocka_unit_test(test_structured),
+        cmocka_unit_test(test_exponential),
+        cmocka_unit_test(test_no_keys),
+        cmocka_unit_test(test_part_of_the_keys),
+        cmocka_unit_test(test_deterministic),
+        cmocka_unit_test(test_rounded_inputs),
+        cmocka_unit_test(test_rounded_p_and_ds),
+        cmocka_unit_test(test_flops),
+        cmocka_unit_test(test_ring_of_blocks),
+        cmocka_unit_test(test_ring_of_chunks),
+        cmocka_unit_test(test_ring_of_big_scores),
+        cmocka_unit_test(test_scores_that_overflow),
+        cmocka_unit_test(test_ring_of_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -466,7 +466,55 @@ static void test_swiglu(void **unused) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-static void check_cross_entropy(size_t N, size_t V, size_t Vp, Kind kind) {
+// The same over a vocabulary in `slices` unequal slices, each in rows of its own width (0: whole, the fused form).
+static void cross_entropy_in(size_t slices, float *losses, floatX *logits, const int32_t *targets, float dloss,
+                             size_t N, size_t V, size_t Vp) {
+    if (slices == 0) return cross_entropy_forward_backward(losses, logits, targets, dloss, N, V, Vp);
+    size_t begin[4], width[3];
+    for (size_t i = 0; i <= slices; i++) begin[i] = V * i * (i + 1) / (slices * (slices + 1));
+    floatX *piece[3];
+    float *max[3], *sum[3], *target[3], *all_max = poisoned32(N), *all_sum = poisoned32(N),
+                                        *all_target = poisoned32(N);
+    for (size_t i = 0; i < slices; i++) {
+        size_t count = begin[i + 1] - begin[i];
+        width[i] = count + 3 * i;
+        piece[i] = poisoned(N * width[i]); // NaN in the padding
+        for (size_t n = 0; n < N; n++)
+            memcpy(piece[i] + n * width[i], logits + n * Vp + begin[i], count * sizeof *logits);
+        max[i] = poisoned32(N), sum[i] = poisoned32(N), target[i] = poisoned32(N);
+        cross_entropy_local(max[i], sum[i], target[i], piece[i], targets, (int32_t)begin[i], N, count,
+                            width[i]);
+        for (size_t n = 0; n < N; n++) {
+            if (targets[n] < 0)
+                assert_true(max[i][n] == -INFINITY && sum[i][n] == 0.0f && target[i][n] == 0.0f);
+            all_max[n] = i == 0 ? max[i][n] : fmaxf(all_max[n], max[i][n]);
+            all_target[n] = i == 0 ? target[i][n] : all_target[n] + target[i][n];
+        }
+    }
+    for (size_t i = 0; i < slices; i++) {
+        cross_entropy_rescale(sum[i], max[i], all_max, N);
+        for (size_t n = 0; n < N; n++) {
+            if (targets[n] < 0) assert_true(sum[i][n] == 0.0f); // not NaN, though all maxima are −inf
+            all_sum[n] = i == 0 ? sum[i][n] : all_sum[n] + sum[i][n];
+        }
+    }
+    memset(logits, 0, dloss == 0.0f ? 0 : N * Vp * sizeof *logits);
+    for (size_t i = 0; i < slices; i++) {
+        size_t count = begin[i + 1] - begin[i];
+        float *mine = poisoned32(N);
+        cross_entropy_global(mine, piece[i], targets, (int32_t)begin[i], all_max, all_sum, all_target, dloss, N,
+                             count, width[i]);
+        if (i > 0) assert_memory_equal(mine, losses, N * sizeof *mine); // every rank has the same
+        memcpy(losses, mine, N * sizeof *mine);
+        for (size_t n = 0; n < N; n++) {
+            memcpy(logits + n * Vp + begin[i], piece[i] + n * width[i], count * sizeof *logits);
+            for (size_t v = count; v < width[i] && dloss != 0.0f; v++)
+                assert_true(at(piece[i], n * width[i] + v) == 0.0);
+        }
+    }
+}
+
+static void check_cross_entropy(size_t slices, size_t N, size_t V, size_t Vp, Kind kind) {
     const floatX *values = filled(N, V, kind);
     floatX *logits = poisoned(N * Vp);
     for (size_t i = 0; i < N * Vp; i++) logits[i] = to_floatX(NAN); // stays in the padding: it must not be read
@@ -482,8 +530,8 @@ static void check_cross_entropy(size_t N, size_t V, size_t Vp, Kind kind) {
     EACH_THREADS(k) {
         float *losses = poisoned32(N), *losses_only = poisoned32(N);
         floatX *grad = copy(logits, bytes), *kept = copy(logits, bytes);
-        cross_entropy_forward_backward(losses, grad, targets, dloss, N, V, Vp);
-        cross_entropy_forward_backward(losses_only, kept, targets, 0.0f, N, V, Vp);
+        cross_entropy_in(slices, losses, grad, targets, dloss, N, V, Vp);
+        cross_entropy_in(slices, losses_only, kept, targets, 0.0f, N, V, Vp);
         assert_memory_equal(kept, logits, bytes);
         assert_memory_equal(losses_only, losses, N * sizeof *losses);
         for (size_t n = 0; n < N; n++) {
@@ -510,20 +558,41 @@ static void test_cross_entropy(void **unused) {
                                       {17, 250, 256}, {9, 1600, 1600}, {4, 50257, 50304}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         for (int kind = 0; kind < N_KINDS; kind++)
-            check_cross_entropy(cases[i][0], cases[i][1], cases[i][2], (Kind)kind);
+            for (size_t slices = 0; slices <= 3; slices++)
+                if (slices < 2 || cases[i][1] >= 7)
+                    check_cross_entropy(slices, cases[i][0], cases[i][1], cases[i][2], (Kind)kind);
     }
 }
 
-// a NaN among the logits must show in the loss, whatever its sign and place
+// A NaN among the logits must show in the loss, whatever its sign and place; nothing but −inf has no loss either.
 static void test_cross_entropy_nan(void **unused) {
     (void)unused;
-    for (size_t i = 0; i < 2 * 40; i++) {
-        float loss = 0.0f;
-        int32_t target = 0;
+    for (size_t slices = 0; slices <= 3; slices++) {
+        for (size_t i = 0; i <= 2 * 40; i++) {
+            float loss = 0.0f;
+            int32_t target = 0;
+            floatX *logits = random_array(40);
+            if (i < 2 * 40) logits[i / 2] = to_floatX(i % 2 ? NAN : -NAN);
+            for (size_t v = 0; v < 40 && i == 2 * 40; v++) logits[v] = to_floatX(-INFINITY);
+            cross_entropy_in(slices, &loss, logits, &target, 1.0f, 1, 40, 40);
+            assert_true(isnan(loss));
+            release(0);
+        }
+    }
+}
+
+// Logits of −inf, in some slices no others: they take no mass.
+static void test_cross_entropy_infinite(void **unused) {
+    (void)unused;
+    for (size_t slices = 0; slices <= 3; slices++) {
+        float loss;
+        int32_t target = 39;
         floatX *logits = random_array(40);
-        logits[i / 2] = to_floatX(i % 2 ? NAN : -NAN);
-        cross_entropy_forward_backward(&loss, logits, &target, 1.0f, 1, 40, 40);
-        assert_true(isnan(loss));
+        for (size_t v = 0; v < 38; v++) logits[v] = to_floatX(-INFINITY);
+        logits[38] = logits[39];
+        cross_entropy_in(slices, &loss, logits, &target, 1.0f, 1, 40, 40);
+        NEAR32(&loss, 0, log(2.0), 0);
+        for (size_t v = 0; v < 40; v++) NEAR(logits, v, v < 38 ? 0.0 : v == 38 ? 0.5 : -0.5, 0);
         release(0);
     }
 }
@@ -682,6 +751,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_swiglu),
         cmocka_unit_test(test_cross_entropy),
         cmocka_unit_test(test_cross_entropy_nan),
+        cmocka_unit_test(test_cross_entropy_infinite),
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_gradient_accumulate),
         cmocka_unit_test(test_grad_norm),
