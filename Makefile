@@ -4,21 +4,25 @@
 # make deps    installs what is missing (root), or prints the line that does
 # make loc     how much there is to read
 #
-# DEVICE=cpu   PRECISION=fp32|bf16   MPI=1|0   SANITIZE=address,undefined
+# make kernels DEVICE=cpu|emu|cuda   the kernels alone, as a library (tests, dev/bench); emu: CUDA sources on a CPU, dev/emu
+# make emu-kernel K=layernorm        what one CUDA kernel moves and does, counted without a GPU
+#
+# DEVICE=cpu   PRECISION=fp32|bf16   MPI=1|0   SANITIZE=address,undefined   CHECKED=0|1 (emu: watch every access)
 
 DEVICE    ?= cpu
 PRECISION ?= fp32
 MPI       ?= 1
 SANITIZE  ?=
+CHECKED   ?= 0
 
-ifneq ($(DEVICE),cpu)
-$(error DEVICE=$(DEVICE) is not here yet; nearest: cpu)
+ifeq ($(filter $(DEVICE),cpu emu cuda),)
+$(error DEVICE=$(DEVICE) is none of cpu, emu, cuda)
 endif
 ifeq ($(filter $(PRECISION),fp32 bf16),)
 $(error PRECISION=$(PRECISION) is neither fp32 nor bf16)
 endif
 
-BUILD := build/$(DEVICE)-$(PRECISION)$(if $(filter 0,$(MPI)),-nompi)$(if $(SANITIZE),-sanitized)
+BUILD := build/$(DEVICE)-$(PRECISION)$(if $(filter 0,$(MPI)),-nompi)$(if $(SANITIZE),-sanitized)$(if $(filter 1,$(CHECKED)),-checked)
 
 CFLAGS := -I. -std=c11 -D_GNU_SOURCE -O3 -g -march=native -fno-math-errno -fno-trapping-math -fopenmp \
           -Wall -Wextra -Werror $(CFLAGS_MORE) -MMD -MP $(shell pkg-config --cflags openblas libcjson 2>/dev/null)
@@ -39,12 +43,17 @@ library := $(patsubst %.c,$(BUILD)/%.o,$(wildcard kernels/*.c runtime/*.c))
 objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(library)
 faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather matmul_backward_weight adamw_update connect send MPI_Abort
 text    := build/repository.txt # what a bare ./train learns: this repository
-prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/*.[ch] runtime/*.[ch] tests/*.c tests/*.py \
-                             dev/*.md dev/*.html dev/*.py dev/*.sh dev/*/*.md dev/*/*.py dev/*/*.sh))
+prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/* runtime/*.[ch] tests/*.c tests/*.cu tests/*.py dev/*.md \
+                             dev/*.html dev/*.py dev/*.sh dev/*/*.md dev/*/*.py dev/*/*.sh dev/*/*.cpp dev/emu/*.h))
 
 all: train
+ifeq ($(DEVICE),cpu)
 train: $(BUILD)/train $(text) # ./train is the last built
 	@ln -sf $< $@
+else
+train:
+	$(error the program on DEVICE=$(DEVICE) is not here yet, only its kernels are: make kernels DEVICE=$(DEVICE))
+endif
 
 $(BUILD)/train: $(objects)
 	@echo "  link $@"
@@ -71,12 +80,83 @@ $(text): $(prose)
 	@mkdir -p build
 	@cat $^ > $@
 
+# ---- the kernels alone, as a library ---------------------------------------------------------------------------------
+cuda_sources := $(wildcard kernels/*.cu)
+kernels: $(BUILD)/libkernels.so
+
+ifeq ($(DEVICE),cpu)
+$(BUILD)/libkernels.so: $(wildcard kernels/*.[ch])
+	@echo "  link $@"
+	@mkdir -p $(@D)
+	@$(CC) $(CFLAGS) -MF $(BUILD)/libkernels.d -fPIC -shared $(filter %.c,$^) -o $@ $(LIBS)
+endif
+
+ifeq ($(DEVICE),emu)
+# A launch `kernel<T><<<grid, block>>>(…)` becomes C++, line by line, with the kernel's name, even where that is on the line
+# before; what kernels say in __launch_bounds__ stands at the end; the rest is dev/emu's headers. (DWARF 4: addr2line, which check.cpp asks, mistakes the files of DWARF 5.)
+EMUFLAGS := -I. -std=gnu++17 -DEMU -fPIC -fno-semantic-interposition -gdwarf-4 -march=native -Wall -Wextra -Werror \
+            -Wno-unknown-pragmas -MMD -MP \
+            $(if $(filter bf16,$(PRECISION)),-DPRECISION_BF16) $(if $(filter 1,$(CHECKED)),-DEMU_CHECKED)
+# Every access of a kernel stays one call of check.cpp: no vectors of scalars, no loop that becomes memcpy.
+WATCHED  := $(if $(filter 1,$(CHECKED)),-O1 -fno-tree-sra -fno-tree-vectorize -fno-store-merging \
+            -fno-tree-loop-distribute-patterns -fsanitize=thread,-O2 -ftrivial-auto-var-init=pattern)
+emulator := $(patsubst %.cpp,$(BUILD)/%.o,$(if $(filter 1,$(CHECKED)),$(wildcard dev/emu/*.cpp),\
+            $(filter-out dev/emu/check.cpp,$(wildcard dev/emu/*.cpp))))
+
+$(BUILD)/libkernels.so: $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)) $(emulator)
+	@echo "  link $@"
+	@$(CXX) -shared $^ -o $@ -lboost_context
+
+$(BUILD)/%.cpp: %.cu
+	@mkdir -p $(@D)
+	@sed -e '1i #line 1 "$<"' -e '/^ *<<</{G; s/<<<\(.*\)\n *\(\w\+\).*/->*emu::Launch("\2", \1/}; h' \
+	     -e 's/\(\w\+\)\(<.*>\)\?<<</\1\2->*emu::Launch("\1", /; s/>>>(/)(/; s/extern __shared__/extern/' $< > $@
+	@tr '\n' ' ' < $< | grep -oE '__launch_bounds__\([^()]+\) +\w+\(' | \
+	 sed 's/__launch_bounds__(\(.*\)) *\(\w*\)(/static const emu::Bounds bounds_of_\2("\2", \1);/' >> $@
+
+$(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)): $(BUILD)/%.o: $(BUILD)/%.cpp # not from the .c
+	@echo "  emu  $*.cu"
+	@$(CXX) $(EMUFLAGS) -Idev/emu/include $(WATCHED) -c $< -o $@
+
+$(BUILD)/dev/emu/%.o: dev/emu/%.cpp
+	@echo "  c++  $<"
+	@mkdir -p $(@D)
+	@$(CXX) $(EMUFLAGS) -Idev/emu/include -O2 -c $< -o $@
+endif
+
+ifeq ($(DEVICE),cuda)
+# The card that is here, or all that the release is for: sm_80, sm_89, sm_90a, and PTX that newer cards compile.
+NVCC      ?= nvcc
+CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),-arch=native,$(foreach a,80 89 90a,-gencode=arch=compute_$a$(,)code=sm_$a) \
+             $(foreach a,80 89,-gencode=arch=compute_$a$(,)code=compute_$a))
+, := ,
+NVCCFLAGS := -I. -std=c++17 -O3 -lineinfo -Werror all-warnings -Xptxas -warn-spills,-warn-lmem-usage -Xcompiler -fPIC,-Wall,-Wextra,-Werror \
+             $(if $(filter bf16,$(PRECISION)),-DPRECISION_BF16)
+
+$(BUILD)/libkernels.so: $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources))
+	@echo "  link $@"
+	@$(NVCC) $(CUDA_ARCH) -cudart shared -shared $^ -o $@ -lcublasLt
+
+$(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)): $(BUILD)/%.o: %.cu $(wildcard kernels/*.cuh kernels/*.h)
+	@echo "  nvcc $<"
+	@mkdir -p $(@D)
+	@$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) -c $< -o $@
+endif
+
 # What this build finds on this machine, tried once a build directory.
+ifeq ($(DEVICE),cpu)
 $(objects): | $(BUILD)/probed
+endif
 $(BUILD)/probed:
 	@mkdir -p $(BUILD)/kernels $(BUILD)/runtime $(BUILD)/tests
 	@dev/probe.sh "$(CC) $(CFLAGS)" "$(LIBS)" $(MPI)
 	@touch $@
+
+# What the kernels of one operation move and do, counted without a GPU.
+emu-kernel:
+	dev/deps.sh emu
+	@PRECISION=$(if $(filter command line,$(origin PRECISION)),$(PRECISION),bf16) \
+	 $(firstword $(wildcard build/venv/bin/python /usr/bin/python3) python3) dev/emu/kernel_report.py $(K)
 
 # ---- what to do with it ------------------------------------------------------------------------------------------------
 deps:
@@ -103,11 +183,12 @@ bench: train
 reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c $(wildcard kernels/*.c) runtime/comm.c
 loc:
 	@echo "to read, in this order:"; wc -l $(reading)
-	@echo "plumbing:"; wc -l report.[ch] state.[ch] $(filter-out $(reading),$(wildcard kernels/*.h runtime/*.[ch]))
+	@echo "then, in CUDA:"; wc -l kernels/cuda.cuh kernels/ptx.cuh $(filter-out kernels/cuda.cuh kernels/ptx.cuh,$(wildcard kernels/*.cu*)) kernels/ladder.h
+	@echo "plumbing:"; wc -l report.[ch] state.[ch] $(filter-out $(reading) kernels/ladder.h,$(wildcard kernels/*.h runtime/*.[ch]))
 	@echo "tools and tests:"; wc -l dev/*.* dev/*/*.* tests/* | tail -n 1
 
 clean:
-	rm -rf build/cpu-* train
+	rm -rf build/cpu-* build/emu-* build/cuda-* train
 
 -include $(shell find build -name '*.d' 2>/dev/null)
-.PHONY: all train deps demo test law mutants bench loc clean
+.PHONY: all train kernels emu-kernel deps demo test law mutants bench loc clean

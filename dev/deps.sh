@@ -1,12 +1,15 @@
 #!/bin/sh
-# What the program needs to be built (build) and tested (test) beyond a C compiler, and how this machine gets it:
+# What the program needs to be built (build), its CUDA kernels to be run on a CPU (emu) and all to be tested (test) beyond a
+# C compiler, and how this machine gets it:
 # installed where the user is root on Debian or Ubuntu; elsewhere the line to run is printed and the script ends with 1.
 set -eu
 cd "$(dirname "$0")/.."
 packages="gcc libc6-dev make pkg-config libopenmpi-dev openmpi-bin libopenblas-dev libcjson-dev"
-if [ "${1:-build}" = test ]; then
-    packages="$packages clang libomp-dev libcmocka-dev curl ca-certificates iproute2 python3 python3-venv python3-pip python3-pytest python3-numpy python3-torch"
-fi
+emu="g++ libboost-context-dev python3 python3-numpy python3-pytest"
+case ${1:-build} in
+    emu) packages="$packages $emu" ;;
+    test) packages="$packages $emu clang libomp-dev libcmocka-dev curl ca-certificates iproute2 python3-venv python3-pip python3-torch" ;;
+esac
 
 if command -v dpkg-query >/dev/null 2>&1; then
     missing=""
