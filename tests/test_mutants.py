@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from conftest import ROOT, build
+from kernels import PRECISIONS, library
 
 LAW = "tests/test_law.py::test_random_layouts"
 RANKS = "tests/test_law.py::test_every_pair_of_options"
@@ -23,6 +24,7 @@ HELD = "tests/test_memory.py::test_bytes_held_by_zero_stage"
 RESHARD = "tests/test_resume.py::test_from_any_layout_into_any_other"
 NOT_A_NUMBER = "tests/test_cases.py::test_not_a_number_on_one_rank"
 REPLICA = "tests/test_cases.py::test_one_replica_differs"
+UNITS, FP8, CHECK = "tests/test_units.py", "tests/test_cuda_fp8.py", "tests/test_emu_check.py"
 
 MUTANTS = {
     # data parallelism: what is summed, when
@@ -155,18 +157,50 @@ MUTANTS = {
     "gelu has another constant": ("kernels/gelu.c", "0.0713548162f", "0.07f", GRADIENTS),
     "rotations are not turned back": ("kernels/rope.c", "stride, -1.0f)", "stride, 1.0f)", GRADIENTS),
     "padding takes softmax mass": (
-        "kernels/cross_entropy.c", "float max = row_max(row, V), sum = 0.0f;",
-        "float max = row_max(row, V), sum = (float)(Vp - V) * fast_expf(-max);", GRADIENTS),
+        "kernels/cross_entropy.c", "row_read(logits + n * Vp, targets[n], 0, V)",
+        "row_read(logits + n * Vp, targets[n], 0, Vp)", GRADIENTS),
     "no bias correction": (
         "kernels/adamw.c", "(sqrtf(vi[j] * v_correction) + a.eps)", "(sqrtf(vi[j]) + a.eps)", TEN_STEPS),
+    "a ring's blocks are not weighed": (
+        "kernels/flash_attention.c", "float keep = sigmoid(*lse - lse_block)", "float keep = 1", UNITS),
+    "a block without keys is merged": (
+        "kernels/flash_attention.c", "if (lse_block == -INFINITY) return;", "", UNITS),
+    "a slice's sum keeps its own maximum": (
+        "kernels/cross_entropy.c", "fast_expf(max[n] - global_max[n])", "fast_expf(0 * (max[n] - global_max[n]))", UNITS),
+    "every slice has the target": (
+        "kernels/cross_entropy.c", "return (Row){max, sum, target < V ?", "return (Row){max, sum, target < SIZE_MAX ?", UNITS),
+    "fp8 knows no subnormal numbers": (
+        "kernels/fp8_gemm.c", "if (exponent < lowest) exponent = lowest;", "if (exponent < lowest) return 0;", FP8),
+    # CUDA kernels
+    "a warp's sum forgets half its lanes": (
+        "kernels/cuda.cuh", "int lanes = WARP / 2; lanes > 0; lanes /= 2) x += ", "int lanes = WARP / 4; lanes > 0; lanes /= 2) x += ",
+        "tests/test_cuda_norms.py"),
+    "what a query summed is not scaled down": (
+        "kernels/flash_attention.cu", "sum[m][half] *= shrink[m][half];", "", "tests/test_cuda_attention.py"),
+    "the second query head of a group is left out": (
+        "kernels/flash_attention_backward.cu", "steps = per_head * group;", "steps = per_head;", "tests/test_cuda_attention.py"),
+    "promotion forgets a's scale": ("kernels/fp8_gemm.cu", "* a_scale, b_scale[i], total)", "+ 0 * a_scale, b_scale[i], total)", FP8),
+    "nothing decays": (
+        "kernels/adamw.cu", "float decay = bounds % 2 ?", "float decay = bounds % 2 > 1 ?", "tests/test_cuda_adamw.py"),
+    # the emulator
+    "races are not looked for": ("dev/emu/check.cpp", "if (watch_races) check_race", "if (!watch_races) check_race", CHECK),
+    "a reader does not race": ("dev/emu/check.cpp", "if (!in_order(reader[k])) race(", "if (in_order(reader[k]) && 0) race(", CHECK),
 }  # fmt: skip
+
+
+def test_every_mutant_has_one_place():
+    """A break whose text is gone from the sources would be found out only by make mutants."""
+    places = {name: (ROOT / file).read_text().count(before) for name, (file, before, _, _) in MUTANTS.items()}
+    assert set(places.values()) == {1}, {name: n for name, n in places.items() if n != 1}
 
 
 @pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_some_test_notices(name, tmp_path):
     file, before, after, tests = MUTANTS[name]
-    built = [build(precision).parent for precision in ("fp32", "bf16")]
+    built = [build(precision).parent for precision in PRECISIONS]
+    if cuda := file.startswith("dev/emu/") or file.endswith((".cu", ".cuh")) and file.startswith("kernels/"):
+        built += [library("emu", precision).parent for precision in PRECISIONS]
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     tree = tmp_path / "tree"
@@ -176,11 +210,11 @@ def test_some_test_notices(name, tmp_path):
     for directory in built:
         shutil.copytree(directory, tree / directory.relative_to(ROOT), symlinks=True)
     text = (tree / file).read_text()
-    assert text.count(before) == 1, f"{file} holds {text.count(before)} places to break: {before}"
     (tree / file).write_text(text.replace(before, after))
     env = {**os.environ, "SEED": "7", "CFLAGS_MORE": "-Wno-error"}  # a warning is not what should notice
-    made = subprocess.run(["make", "-C", tree], env=env, capture_output=True, text=True)
-    assert made.returncode == 0, f"the mutant does not build:\n{made.stderr}"
+    for target in [[], *([["kernels", "DEVICE=emu", f"PRECISION={precision}"] for precision in PRECISIONS] if cuda else [])]:
+        made = subprocess.run(["make", "-C", tree, *target], env=env, capture_output=True, text=True)
+        assert made.returncode == 0, f"the mutant does not build:\n{made.stderr}"
 
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
     r = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=900)

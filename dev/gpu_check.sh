@@ -1,0 +1,120 @@
+#!/bin/bash
+# What only a GPU can tell of the CUDA kernels, in one go of at most six minutes: dev/gpu_check.sh
+#
+#   build                 the libraries for this card, and the CPU half that the tests compare with
+#   instructions          each wrapper of kernels/ptx.cuh, bit for bit what dev/emu answers for it
+#   kernels               tests/test_cuda_*.py with KERNEL_DEVICE=cuda
+#   bench                 time of every kernel and rung, and its share of this card's ceilings
+#   memcheck, racecheck   compute-sanitizer over the tests' small cases, where it works
+#
+# Needs a GPU of sm_80 or newer, nvcc, and a python3 with numpy, torch and pytest (PYTHON=… names another); no MPI.
+# Logs stay in build/gpu_check. Ends with 0 where all parts did well, 1 where one did not, 2 where nothing could begin.
+set -u
+self=$(realpath "$0") # before cd: $0 may be relative
+cd "$(dirname "$self")/.." || exit 1
+logs=build/gpu_check
+python=${PYTHON:-python3}
+export KERNEL_DEVICE=cuda OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+status=0
+
+case ${1:-all} in # a part by its name
+    build)
+        # Where there is no OpenBLAS, a CPU half that was brought along will do, and make must not make it again.
+        if ! echo '#include <cblas.h>' | ${CC:-cc} -E -x c - -o /dev/null 2>/dev/null; then
+            echo "no OpenBLAS to build the CPU half with: taking build/cpu-*/libkernels.so as they are"
+            touch -c build/cpu-fp32/libkernels.so build/cpu-bf16/libkernels.so
+        fi
+        jobs=()
+        for precision in fp32 bf16; do
+            for device in cuda cpu; do
+                make -s -j8 kernels DEVICE=$device PRECISION="$precision" MPI=0 BUILD="build/$device-$precision" &
+                jobs+=($!)
+            done
+        done
+        for job in "${jobs[@]}"; do wait "$job" || status=1; done
+        exit $status
+        ;;
+    kernels) # eight files at a time, each with a log of its own; what failed is shown
+        find tests -name 'test_cuda_*.py' ! -name '*_static.py' ! -name '*_bytes.py' -printf '%f\n' | sort |
+            xargs -P 8 -I{} "$self" kernels_of {}
+        for log in "$logs"/test_cuda_*.log; do
+            echo "$(basename "$log" .py.log): $(tail -n 1 "$log")"
+            [ -e "$log.passed" ] && continue
+            status=1
+            grep -E '^(E  |FAILED|ERROR)' "$log" | head -n 20
+        done
+        exit $status
+        ;;
+    kernels_of)
+        timeout -k 5 100 "$python" -m pytest -q -p no:cacheprovider --tb=short "tests/$2" >"$logs/$2.log" 2>&1 &&
+            touch "$logs/$2.log.passed"
+        exit 0
+        ;;
+    memcheck | racecheck)
+        for precision in bf16 fp32; do
+            compute-sanitizer --tool "$1" --error-exitcode 9 "$python" tests/kernels.py "$precision" || status=1
+        done
+        exit $status
+        ;;
+    all) ;;
+    *)
+        sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$self"
+        exit 2
+        ;;
+esac
+
+nothing() {
+    echo "gpu_check: $1: nothing was checked" >&2
+    exit 2
+}
+nvidia-smi -L 2>/dev/null | grep -q '^GPU' || nothing "no GPU here (nvidia-smi -L names none)"
+command -v nvcc >/dev/null || nothing "a GPU, but no nvcc to build for it"
+"$python" -c 'import numpy, torch, pytest' || nothing "$python lacks numpy, torch or pytest (PYTHON=… names another)"
+rm -rf "$logs"
+mkdir -p "$logs"
+nvidia-smi --query-gpu=name,driver_version,clocks.max.sm --format=csv,noheader
+nvcc --version | grep release
+
+summary=""
+note() { # part, what became of it
+    summary+=$(printf '%-14s %s' "$1" "$2")$'\n'
+    echo "== $1: $2"
+}
+# Runs a part, no longer than its seconds and what is left of the whole; its output is shown and kept.
+part() { # name, seconds, command…
+    local name=$1 seconds=$2 begin=$SECONDS left=$((${GPU_CHECK_SECONDS:-350} - SECONDS)) code
+    shift 2
+    if [ "$left" -lt "$seconds" ]; then seconds=$left; fi
+    if [ "$seconds" -lt 5 ]; then
+        code=124
+    else
+        echo "== $name"
+        timeout -k 5 "$seconds" "$@" 2>&1 | tee "$logs/$name.log"
+        code=${PIPESTATUS[0]}
+    fi
+    case $code in
+        0) note "$name" "ok, $((SECONDS - begin)) s" ;;
+        124 | 137) note "$name" "FAILED: not done in the $seconds s it had" ;;
+        *) note "$name" "FAILED with $code after $((SECONDS - begin)) s: $logs/$name.log" ;;
+    esac
+    [ "$code" = 0 ] || status=1
+    return "$code"
+}
+
+if part build 150 "$self" build; then
+    part instructions 60 "$python" -m pytest -q -p no:cacheprovider --tb=short tests/test_emu_types.py
+    part kernels 150 "$self" kernels
+    part bench 100 "$python" dev/bench/kernels.py
+    if ! command -v compute-sanitizer >/dev/null; then
+        note sanitizer "skipped: no compute-sanitizer here"
+    elif timeout 60 compute-sanitizer "$python" tests/kernels.py bf16 gelu 2>&1 | grep -i 'not supported'; then
+        note sanitizer "skipped: it does not support this machine"
+    else
+        part memcheck 60 "$self" memcheck
+        part racecheck 60 "$self" racecheck
+    fi
+fi
+
+echo "== summary after $SECONDS s"
+printf '%s' "$summary"
+exit $status
