@@ -88,7 +88,7 @@ ifeq ($(DEVICE),cpu)
 $(BUILD)/libkernels.so: $(wildcard kernels/*.[ch])
 	@echo "  link $@"
 	@mkdir -p $(@D)
-	@$(CC) $(CFLAGS) -MF $(BUILD)/libkernels.d -fPIC -shared $(filter %.c,$^) -o $@ $(LIBS)
+	@$(CC) $(CFLAGS) -MF $(BUILD)/libkernels.d -fPIC -shared $(filter %.c,$^) -o $@ $(filter-out -lcjson,$(LIBS))
 endif
 
 ifeq ($(DEVICE),emu)
@@ -127,15 +127,19 @@ endif
 ifeq ($(DEVICE),cuda)
 # The card that is here, or all that the release is for: sm_80, sm_89, sm_90a, and PTX that newer cards compile.
 NVCC      ?= nvcc
-CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),-arch=native,$(foreach a,80 89 90a,-gencode=arch=compute_$a$(,)code=sm_$a) \
-             $(foreach a,80 89,-gencode=arch=compute_$a$(,)code=compute_$a))
 , := ,
+ifndef CUDA_ARCH
+CUDA_ARCH := $(if $(shell nvidia-smi -L 2>/dev/null),-arch=native,$(foreach a,80 89 90a,-gencode=arch=compute_$a$(,)code=sm_$a) \
+             $(foreach a,80 89,-gencode=arch=compute_$a$(,)code=compute_$a))
+endif
+# The toolkit's libraries are found again when the program runs, wherever it is installed.
+CUDA_LIB  := $(abspath $(dir $(shell command -v $(NVCC)))../lib64)
 NVCCFLAGS := -I. -std=c++17 -O3 -lineinfo -Werror all-warnings -Xptxas -warn-spills,-warn-lmem-usage -Xcompiler -fPIC,-Wall,-Wextra,-Werror \
              $(if $(filter bf16,$(PRECISION)),-DPRECISION_BF16)
 
 $(BUILD)/libkernels.so: $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources))
 	@echo "  link $@"
-	@$(NVCC) $(CUDA_ARCH) -cudart shared -shared $^ -o $@ -lcublasLt
+	@$(NVCC) $(CUDA_ARCH) -cudart shared -shared $^ -o $@ -lcublasLt -Xlinker -rpath=$(CUDA_LIB)
 
 $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)): $(BUILD)/%.o: %.cu $(wildcard kernels/*.cuh kernels/*.h)
 	@echo "  nvcc $<"
@@ -167,17 +171,18 @@ demo: deps
 	dev/demo.sh
 
 PYTEST = build/venv/bin/python -m pytest -q tests
-test:
+ready:
 	dev/deps.sh test
 	$(MAKE)
+test: ready
 	$(PYTEST) -m "not law and not mutants"
-law: train
+law: ready
 	$(PYTEST) -m law
-mutants: train
+mutants: ready
 	$(PYTEST) -m mutants
-bench: train
-	$(MAKE) PRECISION=bf16 train
-	$(MAKE) PRECISION=fp32 train
+bench: ready
+	$(MAKE) PRECISION=bf16
+	$(MAKE) PRECISION=fp32
 	build/venv/bin/python dev/bench/bench.py
 
 reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c $(wildcard kernels/*.c) runtime/comm.c
@@ -191,4 +196,4 @@ clean:
 	rm -rf build/cpu-* build/emu-* build/cuda-* train
 
 -include $(shell find build -name '*.d' 2>/dev/null)
-.PHONY: all train kernels emu-kernel deps demo test law mutants bench loc clean
+.PHONY: all train kernels emu-kernel deps demo ready test law mutants bench loc clean

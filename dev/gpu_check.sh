@@ -1,13 +1,17 @@
 #!/bin/bash
 # What only a GPU can tell of the CUDA kernels, in one go of at most six minutes: dev/gpu_check.sh
 #
-#   build                 the libraries for this card, and the CPU half that the tests compare with
-#   instructions          each wrapper of kernels/ptx.cuh, bit for bit what dev/emu answers for it
+#   build                 the libraries for this card
+#   definitions           the CPU half, which the tests compare with
+#   instructions          each wrapper of kernels/ptx.cuh, held to what dev/emu's twin of it is held to
 #   kernels               tests/test_cuda_*.py with KERNEL_DEVICE=cuda
 #   bench                 time of every kernel and rung, and its share of this card's ceilings
 #   memcheck, racecheck   compute-sanitizer over the tests' small cases, where it works
 #
 # Needs a GPU of sm_80 or newer, nvcc, and a python3 with numpy, torch and pytest (PYTHON=… names another); no MPI.
+# Where there is no OpenBLAS to build the CPU half with, bring it along, for both precisions,
+#     make kernels DEVICE=cpu MPI=0 PRECISION=… BUILD=build/cpu-… CFLAGS_MORE=-march=x86-64-v3
+# and have LD_LIBRARY_PATH name a folder with libopenblas.so.0 and what that needs.
 # Logs stay in build/gpu_check. Ends with 0 where all parts did well, 1 where one did not, 2 where nothing could begin.
 set -u
 self=$(realpath "$0") # before cd: $0 may be relative
@@ -18,20 +22,21 @@ export KERNEL_DEVICE=cuda OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBY
 status=0
 
 case ${1:-all} in # a part by its name
-    build)
-        # Where there is no OpenBLAS, a CPU half that was brought along will do, and make must not make it again.
-        if ! echo '#include <cblas.h>' | ${CC:-cc} -E -x c - -o /dev/null 2>/dev/null; then
-            echo "no OpenBLAS to build the CPU half with: taking build/cpu-*/libkernels.so as they are"
-            touch -c build/cpu-fp32/libkernels.so build/cpu-bf16/libkernels.so
+    build | definitions)
+        [ "$1" = build ] && device=cuda || device=cpu
+        if [ $device = cpu ] && ! echo '#include <cblas.h>' | ${CC:-cc} -E -x c - -o /dev/null 2>/dev/null; then
+            echo "no OpenBLAS here: taking build/cpu-*/libkernels.so as they are"
+            touch -c build/cpu-fp32/libkernels.so build/cpu-bf16/libkernels.so # or make would make them again
         fi
         jobs=()
         for precision in fp32 bf16; do
-            for device in cuda cpu; do
-                make -s -j8 kernels DEVICE=$device PRECISION="$precision" MPI=0 BUILD="build/$device-$precision" &
-                jobs+=($!)
-            done
+            make -s -j8 kernels DEVICE=$device PRECISION="$precision" MPI=0 BUILD="build/$device-$precision" &
+            jobs+=($!)
         done
         for job in "${jobs[@]}"; do wait "$job" || status=1; done
+        for precision in fp32 bf16; do
+            "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "build/$device-$precision/libkernels.so" || status=1
+        done
         exit $status
         ;;
     kernels) # eight files at a time, each with a log of its own; what failed is shown
@@ -86,12 +91,13 @@ part() { # name, seconds, command…
     shift 2
     if [ "$left" -lt "$seconds" ]; then seconds=$left; fi
     if [ "$seconds" -lt 5 ]; then
-        code=124
-    else
-        echo "== $name"
-        timeout -k 5 "$seconds" "$@" 2>&1 | tee "$logs/$name.log"
-        code=${PIPESTATUS[0]}
+        note "$name" "skipped: no time left"
+        status=1
+        return 1
     fi
+    echo "== $name"
+    timeout -k 5 "$seconds" "$@" 2>&1 | tee "$logs/$name.log"
+    code=${PIPESTATUS[0]}
     case $code in
         0) note "$name" "ok, $((SECONDS - begin)) s" ;;
         124 | 137) note "$name" "FAILED: not done in the $seconds s it had" ;;
@@ -103,7 +109,11 @@ part() { # name, seconds, command…
 
 if part build 150 "$self" build; then
     part instructions 60 "$python" -m pytest -q -p no:cacheprovider --tb=short tests/test_emu_types.py
-    part kernels 150 "$self" kernels
+    if part definitions 60 "$self" definitions; then
+        part kernels 120 "$self" kernels
+    else
+        note kernels "skipped: nothing to compare with"
+    fi
     part bench 100 "$python" dev/bench/kernels.py
     if ! command -v compute-sanitizer >/dev/null; then
         note sanitizer "skipped: no compute-sanitizer here"

@@ -1,5 +1,7 @@
 """Every operation of kernels.h at a size: arguments on a device, the bytes it has to move, the operations it has to do.
 
+All but rope_table, which runs once.
+
 `moved` counts each byte of an operand that must be read once and each that must be written once (x += is both); scratch
 memory is no operand. dev/bench/kernels.py divides it by time, tests/test_cuda_bytes.py holds what kernels move against it.
 """
@@ -27,6 +29,7 @@ class Sizes:
     V: int = 50257
     Vp: int = 50304
     n: int = 124_475_904  # parameters
+    causal: bool = True
 
     @property
     def N(self):
@@ -239,6 +242,11 @@ def cross_entropy_local(a, s):
 
 
 @case
+def cross_entropy_rescale(a, s):
+    return Case("", [a.f32(s.N, low=0), a.f32(s.N), a.filled(s.N, np.ones(s.N, np.float32)), s.N], 16 * s.N)
+
+
+@case
 def cross_entropy_global(a, s):
     args = [a.f32(s.N), a.floatX(s.N * s.Vp), a.tokens(s.N, s.V), 0, a.f32(s.N), a.f32(s.N, low=0.5), a.f32(s.N)]
     return Case("", [*args, 1.0 / s.N, s.N, s.V, s.Vp], s.N * (s.V + s.Vp) * a.floatX_bytes + 20 * s.N)
@@ -337,15 +345,15 @@ def fp8_gemm(a, s):
     return Case("", args, moved, 2.0 * s.N * s.C * s.F)
 
 
-# ---- attention: q, k and v side by side in a token's row, causal -------------------------------------------------------
+# ---- attention: q, k and v side by side in a token's row -------------------------------------------------------
 def attention_shape(s):
     row = (s.H + 2 * s.KV) * s.D
     return AttentionShape(B=s.B, Tq=s.T, Tk=s.T, H=s.H, KV=s.KV, D=s.D, q_stride=row, kv_stride=row, o_stride=s.H * s.D,
-                          causal=True)
+                          causal=s.causal)
 
 
 def attention_flops(s, products):
-    return products * 2.0 * s.B * s.H * s.D * s.T * (s.T + 1) / 2
+    return products * 2.0 * s.B * s.H * s.D * s.T * ((s.T + 1) / 2 if s.causal else s.T)
 
 
 def attention(a, s, keep):
@@ -386,6 +394,29 @@ def flash_attention_forward(a, s):
 @case
 def flash_attention_backward(a, s):
     return attention_backward(a, s, "lse")
+
+
+@case
+def flash_attention_forward_block(a, s):
+    shape, _, lse, q, k, v, workspace = attention(a, s, "lse")
+    moved = s.N * ((s.H + 2 * s.KV) * s.D * a.floatX_bytes + 8 * s.H * (s.D + 1))
+    return Case("", [a.f32(s.N * s.H * s.D), lse, q, k, v, shape, workspace], moved, attention_flops(s, 2))
+
+
+@case
+def flash_attention_delta(a, s):
+    args = [a.f32(s.N * s.H), a.floatX(s.N * s.H * s.D), a.floatX(s.N * s.H * s.D), attention_shape(s)]
+    return Case("", args, s.N * s.H * (2 * s.D * a.floatX_bytes + 4))
+
+
+@case
+def flash_attention_backward_block(a, s):
+    shape, do, lse, q, k, v, workspace = attention(a, s, "lse")
+    row = (s.H + 2 * s.KV) * s.D
+    dqkv = a.f32(s.N * row)
+    outs = [dqkv, dqkv + s.H * s.D * 4, dqkv + (s.H + s.KV) * s.D * 4]
+    moved = s.N * ((2 * s.H + 2 * s.KV) * s.D * a.floatX_bytes + 8 * row + 8 * s.H)
+    return Case("", [*outs, do, a.f32(s.N * s.H), lse, q, k, v, shape, workspace], moved, attention_flops(s, 5))
 
 
 @case

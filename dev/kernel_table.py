@@ -7,7 +7,8 @@ A row of the table is a kernel: what its __launch_bounds__ promise, what ptxas g
     warps      that run at once on a multiprocessor: what registers, shared memory and block slots leave room for
     tensor     instructions of the tensor cores in the machine code: a product that became something slower shows
     dynamic    shared memory asked for at the launch, and conflicts, wavefronts that bank conflicts cost beyond those that
-               the bytes need: both as the emulator saw them, at the sizes of kernel_cases.SMALL
+               the bytes need: both as the emulator saw them, at the sizes of kernel_cases.SMALL (of a template's
+               instance that does not run at these, what the other instances show)
 
 The file is checked in, so that a change of a kernel shows what it costs; tests/test_cuda_static.py keeps it true.
 """
@@ -43,7 +44,7 @@ CARDS = {"80": (65536, 164 << 10, 163 << 10, 2048, 32), "89": (65536, 100 << 10,
 RESERVED = 1 << 10  # bytes of shared memory that each block costs beyond its own
 
 # Tensor-core instructions, by the lowest 12 bits of a machine instruction's 16 bytes.
-HMMA, OPCODES = 0x23C, {0x23C: "HMMA", 0x27A: "QMMA", 0x237: "IMMA"}
+HMMA, OPCODES = 0x23C, {0x23C: "HMMA", 0x27A: "QMMA"}
 HMMA_BF16 = 1 << 82  # else fp16, as which Hopper multiplies fp8 numbers that come through mma.sync
 
 
@@ -150,21 +151,22 @@ def headers():
 
 # ---- what the emulator saw -----------------------------------------------------------------------------------------------
 def watched(precision):
-    """{kernel: [most dynamic shared memory, wavefronts, those of them that conflicts cost]}"""
+    """{kernel or template: [most dynamic shared memory, wavefronts, those of them that conflicts cost]}"""
     harness.library("emu", precision, checked=True)
     seen = {}
     for operation in kernel_cases.CASES:
         for name in harness.rungs(operation):
-            for D in (64, 128) if "attention" in name else (64,):
+            for D in (64, 96, 128) if "attention" in name else (64,):
                 sizes = dataclasses.replace(kernel_cases.SMALL, D=D)
                 kind, got = harness.in_child(lambda: kernel_cases.count(name, precision, sizes))
                 if kind != "done":
                     raise SystemExit(f"{name} {precision}: {got}")
                 for c in got["kernels"]:
-                    k = seen.setdefault(c["kernel"], [0, 0, 0])
-                    k[0] = max(k[0], c["dynamic_smem"])
-                    k[1] += c["wavefronts"]
-                    k[2] += c["extra_wavefronts"]
+                    for kernel in {short(c["symbol"]), c["kernel"]}:
+                        k = seen.setdefault(kernel, [0, 0, 0])
+                        k[0] = max(k[0], c["dynamic_smem"])
+                        k[1] += c["wavefronts"]
+                        k[2] += c["extra_wavefronts"]
     return seen
 
 
@@ -185,7 +187,8 @@ def warps(kernel, arch, dynamic):
 
 
 def broken_promises(name, kernel, dynamic):
-    """What a kernel may not do, and what its __launch_bounds__(threads, blocks) say that these cards cannot keep."""
+    """What a kernel may not do, and what of its __launch_bounds__(threads, blocks) cannot be kept: registers on any card, shared
+    memory on the largest."""
     if kernel["threads"] is None:
         yield f"{name}: no __launch_bounds__"
         return
@@ -221,8 +224,9 @@ def rows(only=None):
     lines, broken = [], []
     for (source, precision), kernels in made.items():
         for name, k in sorted(kernels.items()):
-            dynamic, wavefronts, extra = seen[precision].get(name.split("<")[0], [None, 0, 0])
-            if k["dynamic"] and not dynamic:
+            unseen = seen[precision].get(name.split("<")[0], [None, 0, 0])
+            dynamic, wavefronts, extra = seen[precision].get(name, unseen)
+            if k["dynamic"] and dynamic is None:
                 broken.append(f"{source.name} {precision} {name}: no case of dev/kernel_cases.py runs it")
             dynamic = dynamic if k["dynamic"] and dynamic else 0
             broken += broken_promises(f"{source.name} {precision} {name}", k, dynamic)
@@ -236,8 +240,9 @@ def rows(only=None):
 
 COLUMNS = ("file", "precision", "kernel", "threads×blocks", "registers", "shared", "dynamic", "warps", "conflicts", "tensor")
 HEAD = """# nvcc {version}; sm_80/sm_89/sm_90a, or one number where they agree. Made by: python dev/kernel_table.py > tests/kernel_table.txt
-# threads×blocks: __launch_bounds__; registers a thread; shared memory a block in bytes, declared and dynamic (the most of any
-# launch); warps that run at once on a multiprocessor; conflicts: extra wavefronts of shared memory; tensor: instructions.
+# threads×blocks: __launch_bounds__; registers a thread; shared memory a block in bytes, declared and dynamic (at
+# kernel_cases.SMALL: longer rows take more); warps that run at once on a multiprocessor; conflicts: extra wavefronts of
+# shared memory; tensor: instructions.
 """
 
 

@@ -72,7 +72,7 @@ template <int V> static __device__ inline void update(const Arrays &x, size_t i,
 
 // Elements [begin, end), V a thread
 template <int V>
-static __global__ void __launch_bounds__(THREADS, 4) adamw(Arrays x, size_t begin, size_t end, Step s) {
+static __global__ void __launch_bounds__(THREADS, 4) adamw_kernel(Arrays x, size_t begin, size_t end, Step s) {
     size_t i = begin + ((size_t)blockIdx.x * THREADS + threadIdx.x) * V;
     if (IN_RANGE(i + V <= end))
         update<V>(x, i, s);
@@ -93,8 +93,8 @@ static Step step_of(AdamW a) {
     return s;
 }
 
-extern "C" void adamw_update(floatX *weight, float *master, float *m, float *v, const floatX *grad,
-                             const float *grad32, size_t n, AdamW a) {
+void adamw_update(floatX *weight, float *master, float *m, float *v, const floatX *grad, const float *grad32,
+                  size_t n, AdamW a) {
     Step s = step_of(a);
     for (size_t begin = 0, end, range = 0; begin < n; begin = end) {
         for (s.n_bounds = 0; s.n_bounds < 2 * MOST_RANGES && range < a.n_decay; range++) {
@@ -105,9 +105,10 @@ extern "C" void adamw_update(floatX *weight, float *master, float *m, float *v, 
         if (begin == end) continue;                       // empty ranges, all of them
         Arrays x = {weight, master, m, v, grad, grad32};
         if (aligned16(begin * sizeof(floatX), weight, master, m, v, grad, grad32))
-            adamw<ELEMENTS><<<blocks(end - begin, ELEMENTS), THREADS, 0, compute_stream>>>(x, begin, end, s);
+            adamw_kernel<ELEMENTS>
+                <<<blocks(end - begin, ELEMENTS), THREADS, 0, compute_stream>>>(x, begin, end, s);
         else
-            adamw<1><<<blocks(end - begin, 1), THREADS, 0, compute_stream>>>(x, begin, end, s);
+            adamw_kernel<1><<<blocks(end - begin, 1), THREADS, 0, compute_stream>>>(x, begin, end, s);
         launched("adamw");
     }
 }
@@ -123,7 +124,7 @@ template <int V> static __device__ inline void accumulate_at(float *acc, floatX 
 }
 
 template <int V>
-static __global__ void __launch_bounds__(THREADS, 4) accumulate(float *acc, floatX *grad, size_t n) {
+static __global__ void __launch_bounds__(THREADS, 4) accumulate_kernel(float *acc, floatX *grad, size_t n) {
     size_t i = ((size_t)blockIdx.x * THREADS + threadIdx.x) * V;
     if (IN_RANGE(i + V <= n))
         accumulate_at<V>(acc + i, grad + i);
@@ -131,25 +132,25 @@ static __global__ void __launch_bounds__(THREADS, 4) accumulate(float *acc, floa
         for (; IN_RANGE(i < n); i++) accumulate_at<1>(acc + i, grad + i);
 }
 
-extern "C" void gradient_accumulate(float *acc, floatX *grad, size_t n) {
+void gradient_accumulate(float *acc, floatX *grad, size_t n) {
     if (aligned16(0, acc, grad))
-        accumulate<ELEMENTS><<<blocks(n, ELEMENTS), THREADS, 0, compute_stream>>>(acc, grad, n);
+        accumulate_kernel<ELEMENTS><<<blocks(n, ELEMENTS), THREADS, 0, compute_stream>>>(acc, grad, n);
     else
-        accumulate<1><<<blocks(n, 1), THREADS, 0, compute_stream>>>(acc, grad, n);
+        accumulate_kernel<1><<<blocks(n, 1), THREADS, 0, compute_stream>>>(acc, grad, n);
     launched("accumulate");
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // The ladder: a launch for each piece between two bounds, one element a thread.
-extern "C" void adamw_update_naive(floatX *weight, float *master, float *m, float *v, const floatX *grad,
-                                   const float *grad32, size_t n, AdamW a) {
+void adamw_update_naive(floatX *weight, float *master, float *m, float *v, const floatX *grad,
+                        const float *grad32, size_t n, AdamW a) {
     Step s = step_of(a);
     for (size_t piece = 0, begin = 0, end; piece <= 2 * a.n_decay; piece++, begin = end) {
         end = piece == 2 * a.n_decay ? n : a.decay[piece];
         if (begin == end) continue;
         s.n_bounds = piece % 2, s.bound[0] = 0; // all of the piece lies behind one bound, or before any
         Arrays x = {weight, master, m, v, grad, grad32};
-        adamw<1><<<blocks(end - begin, 1), THREADS, 0, compute_stream>>>(x, begin, end, s);
+        adamw_kernel<1><<<blocks(end - begin, 1), THREADS, 0, compute_stream>>>(x, begin, end, s);
         launched("adamw");
     }
 }

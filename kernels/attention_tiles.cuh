@@ -9,19 +9,17 @@
 //
 // so a row lies in four lanes, and what a row's lanes must agree on takes two shuffles. x[m][n][4] are the registers of a
 // larger tile: strip m of 16 rows, n-th eight columns. The fp32 build multiplies without tensor cores but keeps the
-// arrangement: only the two products differ, and the sizes, half the rows and half the columns.
+// arrangement: only the two products differ, and the sizes of the tiles.
 #ifndef ATTENTION_TILES_CUH
 #define ATTENTION_TILES_CUH
 
+#include "kernels/attention_shape.h"
 #include "kernels/cuda.cuh"
-#include "kernels/ptx.cuh"
-
-#define LOG2E 1.442695041f
 
 enum { WARPS = 4, THREADS = WARPS * WARP };
 
-// Sizes by the type that tiles are kept in, bf16 or float, such that a tile takes the same bytes in both, and by channels:
-// sums over 128 channels leave registers for scores of no more than 32 columns of a tile at a time, a slice.
+// Sizes by the type that tiles are kept in, bf16 or float, such that a block's tiles take the same bytes in both, and by
+// channels: sums of more than 64 leave registers for scores of no more than 32 columns of a tile at a time, a slice.
 template <typename T, int D> struct Sizes {
     static const int TENSOR = sizeof(T) == 2;
     static const int STRIPS = TENSOR ? 2 : 1;    // of 16 rows, a warp: forward, dq
@@ -34,19 +32,16 @@ template <typename T, int D> struct Sizes {
     static const int QUERY_SLICE = TENSOR && D > 64 ? 32 : QUERIES;
 };
 
-// Where head h of token t of sequence b starts.
-static __host__ __device__ inline size_t at(size_t b, size_t tokens, size_t t, size_t stride, size_t h,
-                                            size_t D) {
-    return (b * tokens + t) * stride + h * D;
-}
-
-// 2^x: one instruction where results are rounded to bf16.
-static __device__ inline float power_of_2(float x) {
-#ifdef PRECISION_BF16
-    return exp2_approx(x);
-#else
-    return exp2f(x);
-#endif
+// What a thread block works on. Of all heads the blocks with the most to do come first (causal, they differ), so that the
+// grid ends with short ones. 32 heads at a time: their keys and values, 16 MB in GPT-2 at T = 2,048, stay in the L2 cache.
+struct Work {
+    int head, block; // the head counts over all sequences; block 0 is the longest
+};
+static __device__ inline Work work(int heads, int blocks) {
+    const int GROUP = 32;
+    int first = blockIdx.x / (GROUP * blocks) * GROUP, i = blockIdx.x % (GROUP * blocks),
+        wide = min(GROUP, heads - first);
+    return {first + i % wide, i / wide};
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -237,7 +232,7 @@ static __device__ inline void hide(float (&scores)[M][N][4], int row, int column
 // Results leave through shared memory, so that a lane stores 16 bytes: eight rows of fp32 at a time, in the warp's own
 // rows of a tile that it needs no more. Chunks of 16 bytes are permuted such that neither side meets bank conflicts.
 template <int D> static __device__ inline float *staged(float *stage, int row, int channel) {
-    return stage + row * D + (channel / 4 ^ channel / 32 % 2 ^ row % 4 * 2) * 4 + channel % 4;
+    return stage + row * D + (channel / 4 ^ (row * D + channel) / 32 % 2 ^ row % 4 * 2) * 4 + channel % 4;
 }
 
 // ADD: out = keep · out + what is staged, where lane 4g knows keep of row g.
@@ -291,12 +286,6 @@ static __device__ inline void store_rows(floatX *out, float *block, size_t place
 
 // ---------------------------------------------------------------------------------------------------------
 // for launches
-
-static inline AttentionShape with_tokens(AttentionShape s) {
-    if (s.q_tokens == 0) s.q_tokens = s.Tq;
-    if (s.kv_tokens == 0) s.kv_tokens = s.Tk;
-    return s;
-}
 
 // Pairs of a query and a key in the tiles that blocks of `rows` queries visit: causal, the keys up to their last query.
 static inline double pairs_by_query(AttentionShape s, size_t rows) {

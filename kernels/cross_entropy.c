@@ -89,11 +89,11 @@ void cross_entropy_rescale(float *sum, const float *max, const float *global_max
 }
 
 void cross_entropy_global(float *losses, floatX *logits, const int32_t *targets, int32_t first,
-                          const float *max, const float *sum, const float *target, float dloss, size_t N,
+                          const float *global_max, const float *sum, const float *target, float dloss, size_t N,
                           size_t V, size_t Vp) {
 #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
-        Row r = {max[n], sum[n], target[n]};
+        Row r = {global_max[n], sum[n], target[n]};
         row_write(logits + n * Vp, losses + n, r, targets[n], first, dloss, V, Vp);
     }
 }

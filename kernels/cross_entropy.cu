@@ -14,17 +14,8 @@
 #include <math.h>
 #include "kernels/cuda.cuh"
 #include "kernels/ladder.h"
-#include "kernels/ptx.cuh"
 
 enum { THREADS = 512 };
-
-static __device__ inline float exp_of(float x) {
-#ifdef PRECISION_BF16
-    return exp2_approx(x * 1.44269504f);
-#else
-    return expf(x);
-#endif
-}
 
 // Σ exp(x − from) as Σ exp(x − to), to ≥ from. A sum of nothing (both −inf) stays 0.
 static __device__ inline float rescale(float sum, float from, float to) {
@@ -86,7 +77,7 @@ static __device__ inline float loss_of(MaxSum s, float target_logit) {
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS, 3)
-    cross_entropy(float *losses, floatX *logits, const int32_t *targets, float dloss, int V, int Vp) {
+    cross_entropy_kernel(float *losses, floatX *logits, const int32_t *targets, float dloss, int V, int Vp) {
     floatX *row = logits + (size_t)blockIdx.x * Vp;
     int target = targets[blockIdx.x];
     bool counts = target >= 0;
@@ -97,12 +88,12 @@ static __global__ void __launch_bounds__(THREADS, 3)
     if (dloss != 0.0f) row_gradient<W>(row, s, target, dloss, V, Vp);
 }
 
-extern "C" void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets,
-                                               float dloss, size_t N, size_t V, size_t Vp) {
+void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets, float dloss,
+                                    size_t N, size_t V, size_t Vp) {
     if (aligned16(Vp * sizeof(floatX), logits))
-        cross_entropy<VECTOR><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
+        cross_entropy_kernel<VECTOR><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
     else
-        cross_entropy<1><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
+        cross_entropy_kernel<1><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
     launched("cross_entropy");
 }
 
@@ -114,7 +105,8 @@ template <typename T> struct Rows { // [N]
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS, 3)
-    read_slice(Rows<float> r, const floatX *logits, const int32_t *targets, int32_t first, int V, int Vp) {
+    read_slice_kernel(Rows<float> r, const floatX *logits, const int32_t *targets, int32_t first, int V,
+                      int Vp) {
     size_t n = blockIdx.x;
     const floatX *row = logits + n * Vp;
     int target = targets[n] - first;
@@ -128,15 +120,15 @@ static __global__ void __launch_bounds__(THREADS, 3)
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    rescale_sums(float *sum, const float *max, const float *global_max, size_t N) {
+    rescale_sums_kernel(float *sum, const float *max, const float *global_max, size_t N) {
     size_t n = (size_t)blockIdx.x * THREADS + threadIdx.x;
     if (IN_RANGE(n < N)) sum[n] = rescale(sum[n], max[n], global_max[n]);
 }
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS, 3)
-    write_slice(float *losses, floatX *logits, const int32_t *targets, int32_t first, Rows<const float> r,
-                float dloss, int V, int Vp) {
+    write_slice_kernel(float *losses, floatX *logits, const int32_t *targets, int32_t first,
+                       Rows<const float> r, float dloss, int V, int Vp) {
     size_t n = blockIdx.x;
     MaxSum s = {r.max[n], r.sum[n]};
     bool counts = targets[n] >= 0;
@@ -144,36 +136,39 @@ static __global__ void __launch_bounds__(THREADS, 3)
     if (dloss != 0.0f) row_gradient<W>(logits + n * Vp, s, targets[n] - first, dloss, counts ? V : 0, Vp);
 }
 
-extern "C" void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits,
-                                    const int32_t *targets, int32_t first, size_t N, size_t V, size_t Vp) {
+void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
+                         int32_t first, size_t N, size_t V, size_t Vp) {
     Rows<float> r = {max, sum, target};
     if (aligned16(Vp * sizeof(floatX), logits))
-        read_slice<VECTOR><<<N, THREADS, 0, compute_stream>>>(r, logits, targets, first, V, Vp);
+        read_slice_kernel<VECTOR><<<N, THREADS, 0, compute_stream>>>(r, logits, targets, first, V, Vp);
     else
-        read_slice<1><<<N, THREADS, 0, compute_stream>>>(r, logits, targets, first, V, Vp);
+        read_slice_kernel<1><<<N, THREADS, 0, compute_stream>>>(r, logits, targets, first, V, Vp);
     launched("read_slice");
 }
 
-extern "C" void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N) {
-    rescale_sums<<<ceil_div(N, (size_t)THREADS), THREADS, 0, compute_stream>>>(sum, max, global_max, N);
+void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N) {
+    rescale_sums_kernel<<<ceil_div(N, (size_t)THREADS), THREADS, 0, compute_stream>>>(sum, max, global_max, N);
     launched("rescale_sums");
 }
 
-extern "C" void cross_entropy_global(float *losses, floatX *logits, const int32_t *targets, int32_t first,
-                                     const float *max, const float *sum, const float *target, float dloss,
-                                     size_t N, size_t V, size_t Vp) {
-    Rows<const float> r = {max, sum, target};
+void cross_entropy_global(float *losses, floatX *logits, const int32_t *targets, int32_t first,
+                          const float *global_max, const float *sum, const float *target, float dloss, size_t N,
+                          size_t V, size_t Vp) {
+    Rows<const float> r = {global_max, sum, target};
     if (aligned16(Vp * sizeof(floatX), logits))
-        write_slice<VECTOR><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, first, r, dloss, V, Vp);
+        write_slice_kernel<VECTOR>
+            <<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, first, r, dloss, V, Vp);
     else
-        write_slice<1><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, first, r, dloss, V, Vp);
+        write_slice_kernel<1>
+            <<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, first, r, dloss, V, Vp);
     launched("write_slice");
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // The ladder: three passes, for the maximum, the sum and the gradient, an element at a time.
 static __global__ void __launch_bounds__(THREADS, 3)
-    naive(float *losses, floatX *logits, const int32_t *targets, float dloss, int V, int Vp) {
+    cross_entropy_naive_kernel(float *losses, floatX *logits, const int32_t *targets, float dloss, int V,
+                               int Vp) {
     __shared__ float shared_max[WARP], shared_sum[WARP];
     floatX *row = logits + (size_t)blockIdx.x * Vp;
     int target = targets[blockIdx.x];
@@ -189,8 +184,8 @@ static __global__ void __launch_bounds__(THREADS, 3)
     if (dloss != 0.0f) row_gradient<1>(row, s, target, dloss, V, Vp);
 }
 
-extern "C" void cross_entropy_forward_backward_naive(float *losses, floatX *logits, const int32_t *targets,
-                                                     float dloss, size_t N, size_t V, size_t Vp) {
-    naive<<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
-    launched("naive");
+void cross_entropy_forward_backward_naive(float *losses, floatX *logits, const int32_t *targets, float dloss,
+                                          size_t N, size_t V, size_t Vp) {
+    cross_entropy_naive_kernel<<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
+    launched("cross_entropy_naive");
 }

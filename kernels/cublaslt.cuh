@@ -20,6 +20,8 @@ enum {
 #define CUBLASLT_MATMUL_DESC_B_SCALE_MODE ((cublasLtMatmulDescAttributes_t)32)
 #endif
 
+static const cudaDataType_t CUBLAS_TYPE = sizeof(floatX) == sizeof(bf16) ? CUDA_R_16BF : CUDA_R_32F;
+
 struct CublasOperand {
     const void *x;
     cudaDataType_t type;
@@ -39,10 +41,10 @@ struct CublasProduct {
     bool add;
     size_t m, n, k;
 };
-// False: the library has nothing for this one.
+// False: the library has nothing for this one. workspace: CUBLAS_BYTES of device memory, at any address.
 bool cublas_product(const CublasProduct &p, void *workspace);
 
-// Bytes of workspace, NVIDIA's advice for Hopper, and what is needed where they begin anywhere.
+// Bytes of workspace: NVIDIA's advice for Hopper, and room to align where they begin.
 enum {
     CUBLAS_ALIGNMENT = 256,
     CUBLAS_WORKSPACE = 32 << 20,

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include "kernels/kernels.h"
+#include "kernels/ptx.cuh"
 
 #ifndef EMU
 #define IN_RANGE(condition) (condition)
@@ -38,7 +39,7 @@ template <typename T> static __host__ __device__ inline T ceil_div(T a, T b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// V elements of T side by side, loaded and stored by one instruction (V·sizeof(T) = 16, or V = 1).
+// V elements of T side by side, loaded and stored by one instruction (V·sizeof(T): 16 or a smaller power of two).
 enum { VECTOR = 16 / sizeof(floatX) };
 
 template <typename T, int V> struct alignas(V * sizeof(T)) Vec { T x[V]; };
@@ -77,7 +78,7 @@ template <int V, typename T> static __device__ inline void store_floats(T *to, c
     }
 }
 
-// May rows of C elements be walked 16 bytes at a time? (NULL is aligned.)
+// Are these pointers, and the bytes from one row to the next, multiples of 16? (NULL is.)
 static inline bool aligned16(size_t row_bytes, const void *a, const void *b = NULL, const void *c = NULL,
                              const void *d = NULL, const void *e = NULL, const void *f = NULL) {
     return ((row_bytes | (uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d | (uintptr_t)e |
@@ -85,9 +86,26 @@ static inline bool aligned16(size_t row_bytes, const void *a, const void *b = NU
             15) == 0;
 }
 
-// x as a matrix product takes it; round: matmul_inputs_bf16, which concerns fp32 builds only.
+// 2^x and e^x: one instruction where results are rounded to bf16.
+#define LOG2E 1.442695041f
+static __device__ inline float power_of_2(float x) {
+#ifdef PRECISION_BF16
+    return exp2_approx(x);
+#else
+    return exp2f(x);
+#endif
+}
+static __device__ inline float exp_of(float x) {
+#ifdef PRECISION_BF16
+    return exp2_approx(x * LOG2E);
+#else
+    return expf(x);
+#endif
+}
+
+// x as a matrix product takes it: rounded to bf16 in bf16 builds, and where `round` (matmul_inputs_bf16) says so.
 static __device__ inline float product_input(float x, bool round) {
-    return sizeof(floatX) == sizeof(float) && round ? bf16_to_float(float_to_bf16(x)) : x;
+    return sizeof(floatX) == sizeof(bf16) || round ? bf16_to_float(float_to_bf16(x)) : x;
 }
 #ifdef PRECISION_BF16
 static __device__ inline float product_input(bf16 x, bool) {
@@ -107,7 +125,7 @@ static __device__ inline float warp_max(float x) {
     return x;
 }
 
-// All threads of the block take part; one sum at a time may use `shared` [32], and a barrier must stand between two.
+// All threads of the block take part; one sum at a time may use `shared` [warps], and a barrier must stand between two.
 template <typename T> static __device__ inline T block_sum(T x, T *shared) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);

@@ -57,8 +57,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" void embedding_forward(floatX *out, const int32_t *tokens, const floatX *wte, const floatX *wpe,
-                                  const int32_t *positions, size_t B, size_t T, size_t C) {
+void embedding_forward(floatX *out, const int32_t *tokens, const floatX *wte, const floatX *wpe,
+                       const int32_t *positions, size_t B, size_t T, size_t C) {
     const size_t N = B * T;
     const unsigned blocks = ceil_div<size_t>(N, WARPS);
     if (aligned16(C * sizeof(floatX), out, wte, wpe))
@@ -150,8 +150,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// The sums. sum [V] = Σ of `count` rows of x, in order, at the channels from c: rows[0], rows[1], … or (NULL)
-// 0, step, …
+// The sums. sum [V] = Σ of `count` rows of x, in order: rows[0], rows[1], … or (NULL) 0, step, …; x points at the first
+// of the V channels.
 template <int V, typename T>
 static __device__ inline void sum_rows(float (&sum)[V], const T *x, const uint32_t *rows, size_t step,
                                        size_t count, size_t C) {
@@ -252,9 +252,8 @@ static size_t stretches(size_t N) {
     return ceil_div<size_t>(N, STRETCH);
 }
 
-extern "C" void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int32_t *tokens,
-                                   const int32_t *positions, size_t B, size_t T, size_t C, size_t V,
-                                   void *workspace) {
+void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int32_t *tokens,
+                        const int32_t *positions, size_t B, size_t T, size_t C, size_t V, void *workspace) {
     const unsigned N = (unsigned)(B * T);
     float *parts = (float *)workspace;
     uint32_t *count = (uint32_t *)(parts + slots(N) * 2 * C), *first = count + stretches(N) * DIGITS,
@@ -284,7 +283,7 @@ extern "C" void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dou
         add_rows<1>(dwte, dwpe, dout, r, positions, B, T, C);
 }
 
-extern "C" size_t embedding_backward_workspace(size_t B, size_t T, size_t C, size_t V) {
+size_t embedding_backward_workspace(size_t B, size_t T, size_t C, size_t V) {
     const size_t N = B * T;
     return slots(N) * 2 * C * sizeof(float) + (stretches(N) * DIGITS + 2 * V + 2 * N) * sizeof(uint32_t);
 }

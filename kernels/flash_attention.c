@@ -22,10 +22,11 @@
 // (sequence, key/value head) backward, whose dk and dv are summed over query heads and tiles in a fixed order.
 // Around a ring (Liu et al. 2023) the keys come in blocks. A block's o_b and lse_b join what earlier ones gave, in fp32:
 //     o ← σ(lse − lse_b) o + σ(lse_b − lse) o_b        lse ← log(e^lse + e^lse_b)
-// A row that sees no key of a block (lse_b = −∞) stays as it is, also one that has seen none so far. The plain forms are
-// the same walk, whose result is written instead.
+// A row that sees no key of a block (lse_b = −∞) stays as it is, also one that has seen none so far. Without a ring
+// the walk is the same, and its result is written instead.
 // FlashAttention: Dao et al. 2022; o scaled by 1/l once, at the end: Dao 2023; online softmax: Milakov & Gimelshein 2018.
 #include <math.h>
+#include "attention_shape.h"
 #include "blas.h"
 #include "vecmath.h"
 
@@ -33,11 +34,6 @@ enum {
     BQ = 64,  // queries of a tile
     BK = 192, // keys of a tile: up to D = 80, BQ·BK·D is small enough for OpenBLAS to skip its packing
 };
-
-// Where head h of token t of sequence b starts.
-static size_t at(size_t b, size_t T, size_t t, size_t stride, size_t h, size_t D) {
-    return (b * T + t) * stride + h * D;
-}
 
 // n floats, rounded up to whole cache lines, so that threads share none.
 static size_t lines(size_t n) {
@@ -118,12 +114,6 @@ static void online_softmax(float *scores, float *m, float *l, float *scale, size
             scores[j * BQ + i] = p;
             l[i] += p;
         }
-}
-
-static AttentionShape with_tokens(AttentionShape s) {
-    if (s.q_tokens == 0) s.q_tokens = s.Tq;
-    if (s.kv_tokens == 0) s.kv_tokens = s.Tk;
-    return s;
 }
 
 static float sigmoid(float x) {

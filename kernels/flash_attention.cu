@@ -9,7 +9,7 @@
 //          warp 1  │░░░░│░░░░│ ╲  │    │     warp's registers are also how they take p for o += p v: p never leaves them.
 //          warp 2  │░░░░│░░░░│  ╲ │    │
 //          warp 3  │░░░░│░░░░│   ╲│    │     causal: tiles right of the diagonal are not visited, only those on it are
-//                  └────┴────┴────┴────┘     masked. Blocks with the most keys start first.
+//                  └────┴────┴────┴────┘     masked.
 //
 // Bytes, with E = sizeof(floatX), Br queries a block (bf16: 128, fp32: 64), seen(i) the keys that the i-th block of queries
 // sees, up to its last query (Tk where nothing is masked):
@@ -19,7 +19,8 @@
 #include "kernels/attention_tiles.cuh"
 #include "kernels/ladder.h"
 
-// (score − top)/√D, of the power of 2. In fp32 builds both are scaled and rounded first, as the backward will find them.
+// (score − top)/√D · log2 e: p is 2 to this. In fp32 builds both are scaled and rounded first, as the backward will find
+// them.
 static __device__ inline float exponent(float score, float top, float root) {
 #ifdef PRECISION_BF16
     return (score - top) * (root * LOG2E);
@@ -79,9 +80,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const int SLICE = Sizes<T, D>::SLICE;
     extern __shared__ __align__(128) unsigned char smem[];
     ForwardTiles<T, D, STAGES> &tiles = *reinterpret_cast<ForwardTiles<T, D, STAGES> *>(smem);
-    int blocks = ceil_div<int>(s.Tq, ROWS),
-        first = (blocks - 1 - blockIdx.x % blocks) * ROWS; // most keys first
-    int head = blockIdx.x / blocks, b = head / (int)s.H, h = head % (int)s.H;
+    int blocks = ceil_div<int>(s.Tq, ROWS);
+    Work share = work(s.B * s.H, blocks);
+    int first = (blocks - 1 - share.block) * ROWS, b = share.head / (int)s.H, h = share.head % (int)s.H;
     int keys = s.causal ? min(first + ROWS, (int)s.Tk) : s.Tk, steps = ceil_div(keys, COLUMNS);
     size_t kv_at = at(b, s.kv_tokens, 0, s.kv_stride, h / (int)(s.H / s.KV), s.D);
     int warp_row = threadIdx.x / WARP * 16 * M, mine = first + warp_row; // the warp's first row
@@ -125,7 +126,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     }
 
     float *stage = reinterpret_cast<float *>(tiles.q + warp_row * D);
-    lse += (size_t)head * s.q_tokens;
+    lse += share.head * s.q_tokens;
 #pragma unroll
     for (int i = 0; i < 2 * M; i++) {
         int eight = mine + 8 * i, row = eight + threadIdx.x % WARP / 4;
@@ -178,30 +179,30 @@ static void forward(floatX *o, float *o_block, float *lse, const floatX *q, cons
         launch_forward<T, 128, STAGES>(o, o_block, lse, q, k, v, s);
 }
 
-extern "C" void flash_attention_forward(floatX *o, float *lse, const floatX *q, const floatX *k,
-                                        const floatX *v, AttentionShape s, void *workspace) {
+void flash_attention_forward(floatX *o, float *lse, const floatX *q, const floatX *k, const floatX *v,
+                             AttentionShape s, void *workspace) {
     (void)workspace;
     forward<floatX, 2>(o, NULL, lse, q, k, v, s);
 }
 
-extern "C" void flash_attention_forward_block(float *o, float *lse, const floatX *q, const floatX *k,
-                                              const floatX *v, AttentionShape s, void *workspace) {
+void flash_attention_forward_block(float *o, float *lse, const floatX *q, const floatX *k, const floatX *v,
+                                   AttentionShape s, void *workspace) {
     (void)workspace;
     forward<floatX, 2>(NULL, o, lse, q, k, v, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // The ladder. Tiles of fp32 numbers and no tensor cores: what the fp32 build does, on tiles converted from bf16.
-extern "C" void flash_attention_forward_plain(floatX *o, float *lse, const floatX *q, const floatX *k,
-                                              const floatX *v, AttentionShape s, void *workspace) {
+void flash_attention_forward_plain(floatX *o, float *lse, const floatX *q, const floatX *k, const floatX *v,
+                                   AttentionShape s, void *workspace) {
     (void)workspace;
     forward<float, 1>(o, NULL, lse, q, k, v, s);
 }
 
 // Tensor cores, but each tile is waited for, then multiplied, then the next one asked for. (In fp32 builds,
 // which have no tensor cores, this is `plain` itself.)
-extern "C" void flash_attention_forward_single(floatX *o, float *lse, const floatX *q, const floatX *k,
-                                               const floatX *v, AttentionShape s, void *workspace) {
+void flash_attention_forward_single(floatX *o, float *lse, const floatX *q, const floatX *k, const floatX *v,
+                                    AttentionShape s, void *workspace) {
     (void)workspace;
     forward<floatX, 1>(o, NULL, lse, q, k, v, s);
 }

@@ -43,8 +43,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
               N = COLUMNS / 8;
     extern __shared__ __align__(128) unsigned char smem[];
     DqTiles<T, D> &tiles = *reinterpret_cast<DqTiles<T, D> *>(smem);
-    int blocks = ceil_div<int>(s.Tq, ROWS), first = (blocks - 1 - blockIdx.x % blocks) * ROWS;
-    int head = blockIdx.x / blocks, b = head / (int)s.H, h = head % (int)s.H;
+    int blocks = ceil_div<int>(s.Tq, ROWS);
+    Work share = work(s.B * s.H, blocks);
+    int first = (blocks - 1 - share.block) * ROWS, b = share.head / (int)s.H, h = share.head % (int)s.H;
     int keys = s.causal ? min(first + ROWS, (int)s.Tk) : s.Tk, steps = ceil_div(keys, COLUMNS);
     size_t kv_at = at(b, s.kv_tokens, 0, s.kv_stride, h / (int)(s.H / s.KV), s.D);
     int warp_row = threadIdx.x / WARP * 16 * M, mine = first + warp_row; // the warp's first row
@@ -52,7 +53,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
     float acc[M][D / 8][4] = {};
     if (IN_RANGE(threadIdx.x < ROWS))
-        tiles.rows[threadIdx.x] = query_row(lse, delta, head * s.q_tokens + first + threadIdx.x,
+        tiles.rows[threadIdx.x] = query_row(lse, delta, share.head * s.q_tokens + first + threadIdx.x,
                                             first + (int)threadIdx.x < (int)s.Tq);
     if (steps > 0) {
         load_pair<ROWS, D>(tiles.q, tiles.dout, q + at(b, s.q_tokens, first, s.q_stride, h, s.D),
@@ -113,8 +114,9 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const int SLICE = Sizes<T, D>::QUERY_SLICE;
     extern __shared__ __align__(128) unsigned char smem[];
     DkvTiles<T, D> &tiles = *reinterpret_cast<DkvTiles<T, D> *>(smem);
-    int blocks = ceil_div<int>(s.Tk, KEYS), first = blockIdx.x % blocks * KEYS;
-    int b = blockIdx.x / blocks / (int)s.KV, kv = blockIdx.x / blocks % (int)s.KV, group = s.H / s.KV;
+    Work share = work(s.B * s.KV, ceil_div<int>(s.Tk, KEYS));
+    int first = share.block * KEYS, b = share.head / (int)s.KV, kv = share.head % (int)s.KV;
+    int group = s.H / s.KV;
     int start = s.causal ? first : 0, per_head = ceil_div((int)s.Tq - start, QUERIES), steps = per_head * group;
     int warp_row = threadIdx.x / WARP * 16, mine = first + warp_row, t = threadIdx.x % 4;
     float root = 1.0f / sqrtf((float)s.D);
@@ -124,7 +126,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     load_pair<KEYS, D>(tiles.k, tiles.v, k + at(b, s.kv_tokens, first, s.kv_stride, kv, s.D),
                        v + at(b, s.kv_tokens, first, s.kv_stride, kv, s.D), s.kv_stride, s.kv_stride,
                        s.Tk - first, s.D, inputs);
-    for (int step = -1; step < steps; step++) {
+    for (int step = -1; step < steps; step++) { // step −1 only asks for the first tiles
         int buffer = step & 1, query = start + step % per_head * QUERIES;
         if (step >= 0) {
             if (IN_RANGE(threadIdx.x < QUERIES)) tiles.rows[buffer][threadIdx.x] = row;
@@ -205,7 +207,7 @@ static double pairs_by_key(AttentionShape s, size_t keys) {
     return pairs * s.B * s.H;
 }
 
-extern "C" void flash_attention_delta(float *delta, const floatX *do_, const floatX *o, AttentionShape s) {
+void flash_attention_delta(float *delta, const floatX *do_, const floatX *o, AttentionShape s) {
     s = with_tokens(s);
     unsigned blocks = ceil_div<size_t>(s.B * s.Tq * s.H, THREADS / 16);
     if (aligned16((s.D | s.o_stride) * sizeof(floatX), do_, o))
@@ -259,22 +261,21 @@ static void backward(Gradients to, const floatX *do_, const float *delta, const 
         launch_backward<128>(to, do_, delta, lse, q, k, v, s);
 }
 
-extern "C" void flash_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *do_, const floatX *o,
-                                         const float *lse, const floatX *q, const floatX *k, const floatX *v,
-                                         AttentionShape s, void *workspace) {
+void flash_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *do_, const floatX *o,
+                              const float *lse, const floatX *q, const floatX *k, const floatX *v,
+                              AttentionShape s, void *workspace) {
     float *delta = (float *)workspace;
     flash_attention_delta(delta, do_, o, s);
     backward({dq, dk, dv, NULL, NULL, NULL}, do_, delta, lse, q, k, v, s);
 }
 
-extern "C" void flash_attention_backward_block(float *dq, float *dk, float *dv, const floatX *do_,
-                                               const float *delta, const float *lse, const floatX *q,
-                                               const floatX *k, const floatX *v, AttentionShape s,
-                                               void *workspace) {
+void flash_attention_backward_block(float *dq, float *dk, float *dv, const floatX *do_, const float *delta,
+                                    const float *lse, const floatX *q, const floatX *k, const floatX *v,
+                                    AttentionShape s, void *workspace) {
     (void)workspace;
     backward({NULL, NULL, NULL, dq, dk, dv}, do_, delta, lse, q, k, v, s);
 }
 
-extern "C" size_t flash_attention_workspace(AttentionShape s) {
+size_t flash_attention_workspace(AttentionShape s) {
     return s.B * s.H * with_tokens(s).q_tokens * sizeof(float); // delta
 }

@@ -15,7 +15,6 @@
 #include <cuda_fp8.h>
 #include "kernels/cublaslt.cuh"
 #include "kernels/ladder.h"
-#include "kernels/ptx.cuh"
 
 enum { TILE = FP8_TILE, THREADS = 256 };
 
@@ -38,7 +37,8 @@ static __device__ inline void fetch(fp8 (&tile)[TILE][TILE], const fp8 *q, size_
     size_t column = k + piece * 16;
 #pragma unroll
     for (int r = threadIdx.x / 8; r < TILE; r += THREADS / 8) {
-        // b's columns of the result are dealt out so that a thread ends up with 8 neighbours: see `multiply`.
+        // Row 8t + 2n + j of each 32 of b goes to place 8n + 2t + j: of the n-th product a lane gets columns 2t and 2t + 1,
+        // so that in the end it has 8 neighbours of the result.
         int place = IS_B ? (r & ~31) | (r >> 1 & 3) << 3 | (r >> 3 & 3) << 1 | (r & 1) : r;
         fp8 *to = tile[place] + ((piece ^ place) & 7) * 16;
         const fp8 *from = q + (first + r) * K + column;
@@ -69,7 +69,7 @@ static int architecture() {
 #if __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
 #define FP8_CORES true
 #elif defined(EMU)
-#define FP8_CORES (architecture() == 89)
+#define FP8_CORES (architecture() == 89 || architecture() >= 120)
 #else
 #define FP8_CORES false
 #endif
@@ -130,8 +130,8 @@ static __device__ inline void store8(floatX *out, const floatX *bias, bool add, 
 
 template <Fp8Format A, Fp8Format B>
 static __global__ void __launch_bounds__(THREADS, 1)
-    multiply(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M, size_t K, size_t N,
-             bool aligned, bool out_aligned) {
+    multiply_kernel(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M, size_t K,
+                    size_t N, bool aligned, bool out_aligned) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stage *stages = reinterpret_cast<Stage *>(smem); // [2]
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, t = lane % 4;
@@ -227,8 +227,9 @@ static void launch(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bo
     dim3 grid(ceil_div(M, (size_t)TILE), ceil_div(N, (size_t)TILE));
     size_t smem = 2 * sizeof(Stage);
     bool in = aligned16(K, a.q, b.q), o = aligned16(N * sizeof *out, out, bias);
-    cuda_check((cudaFuncSetAttribute(multiply<A, B>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)));
-    multiply<A, B><<<grid, THREADS, smem, compute_stream>>>(out, a, b, bias, add, M, K, N, in, o);
+    cuda_check(
+        (cudaFuncSetAttribute(multiply_kernel<A, B>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem)));
+    multiply_kernel<A, B><<<grid, THREADS, smem, compute_stream>>>(out, a, b, bias, add, M, K, N, in, o);
     launched("multiply");
 }
 
@@ -251,13 +252,13 @@ static CublasOperand operand(Fp8Matrix x, bool transposed) {
 
 void fp8_gemm(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M, size_t K, size_t N,
               void *workspace) {
-    const cudaDataType_t type = sizeof(floatX) == sizeof(bf16) ? CUDA_R_16BF : CUDA_R_32F;
     bool legal = CUBLAS_TILE_SCALES && architecture() == 90 && !(a.blocks && b.blocks) &&
-                 !(a.format == FP8_E5M2 && b.format == FP8_E5M2) && !(bias && type == CUDA_R_32F) &&
+                 !(a.format == FP8_E5M2 && b.format == FP8_E5M2) && !(bias && CUBLAS_TYPE == CUDA_R_32F) &&
                  M % 4 == 0 && N % 4 == 0 &&
                  aligned16(K | N * sizeof *out, a.q, b.q, a.scale, b.scale, out, bias);
     if (!legal ||
-        !cublas_product({out, type, operand(b, true), operand(a, false), bias, NULL, add, N, M, K}, workspace))
+        !cublas_product({out, CUBLAS_TYPE, operand(b, true), operand(a, false), bias, NULL, add, N, M, K},
+                        workspace))
         fp8_gemm_mma(out, a, b, bias, add, M, K, N, workspace);
     *(add ? &kernel_flops.gemm_backward : &kernel_flops.gemm_forward) += 2.0 * M * N * K;
 }
@@ -275,8 +276,8 @@ static __device__ inline float decode(fp8 q, Fp8Format format) {
     return __half2float(__nv_cvt_fp8_to_halfraw(q, format == FP8_E4M3 ? __NV_E4M3 : __NV_E5M2));
 }
 static __global__ void __launch_bounds__(THREADS)
-    multiply_naive(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M, size_t K,
-                   size_t N) {
+    multiply_naive_kernel(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M,
+                          size_t K, size_t N) {
     size_t element = (size_t)blockIdx.x * blockDim.x + threadIdx.x, row = element / N, column = element % N;
     if (!IN_RANGE(row < M)) return;
     float sum = 0;
@@ -295,6 +296,6 @@ void fp8_gemm_naive(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, b
                     size_t N, void *workspace) {
     (void)workspace;
     size_t grid = ceil_div(M * N, (size_t)THREADS);
-    multiply_naive<<<grid, THREADS, 0, compute_stream>>>(out, a, b, bias, add, M, K, N);
+    multiply_naive_kernel<<<grid, THREADS, 0, compute_stream>>>(out, a, b, bias, add, M, K, N);
     launched("multiply_naive");
 }

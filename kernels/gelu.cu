@@ -12,7 +12,6 @@
 // writes F a row (backward 3F and 2F).
 #include "kernels/cuda.cuh"
 #include "kernels/ladder.h"
-#include "kernels/ptx.cuh"
 
 #define LINEAR 1.595769122f  // 2 √(2/π), as in gelu.c
 #define CUBIC  0.0713548162f // 0.044715 · LINEAR
@@ -21,9 +20,9 @@ enum { THREADS = 128 };
 
 static __device__ inline float sigmoid(float x) {
 #ifdef PRECISION_BF16
-    return __fdividef(1.0f, 1.0f + exp2_approx(x * -1.44269504f)); // log2 e
+    return __fdividef(1.0f, 1.0f + exp_of(-x));
 #else
-    return 1.0f / (1.0f + expf(-x));
+    return 1.0f / (1.0f + exp_of(-x));
 #endif
 }
 
@@ -57,7 +56,7 @@ static __global__ void __launch_bounds__(THREADS)
     store(dinp + i, d);
 }
 
-extern "C" void gelu_forward(floatX *out, const floatX *inp, size_t N, size_t F) {
+void gelu_forward(floatX *out, const floatX *inp, size_t N, size_t F) {
     size_t n = N * F;
     if (!aligned16(n * sizeof(floatX), out, inp)) return gelu_forward_naive(out, inp, N, F);
     unsigned blocks = ceil_div<size_t>(n, THREADS * VECTOR);
@@ -65,7 +64,7 @@ extern "C" void gelu_forward(floatX *out, const floatX *inp, size_t N, size_t F)
     launched("gelu_forward");
 }
 
-extern "C" void gelu_backward(floatX *dinp, const floatX *dout, const floatX *inp, size_t N, size_t F) {
+void gelu_backward(floatX *dinp, const floatX *dout, const floatX *inp, size_t N, size_t F) {
     size_t n = N * F;
     if (aligned16(n * sizeof(floatX), dinp, dout, inp)) {
         unsigned blocks = ceil_div<size_t>(n, THREADS * VECTOR);
@@ -118,7 +117,7 @@ static __global__ void __launch_bounds__(THREADS)
     store(dinp + gate + F, up);
 }
 
-extern "C" void swiglu_forward(floatX *out, const floatX *inp, size_t N, size_t F) {
+void swiglu_forward(floatX *out, const floatX *inp, size_t N, size_t F) {
     if (aligned16(F * sizeof(floatX), out, inp)) {
         unsigned pieces = ceil_div<size_t>(F, THREADS * VECTOR);
         swiglu_forward_kernel<VECTOR><<<N * pieces, THREADS, 0, compute_stream>>>(out, inp, pieces, F);
@@ -129,7 +128,7 @@ extern "C" void swiglu_forward(floatX *out, const floatX *inp, size_t N, size_t 
     launched("swiglu_forward");
 }
 
-extern "C" void swiglu_backward(floatX *dinp, const floatX *dout, const floatX *inp, size_t N, size_t F) {
+void swiglu_backward(floatX *dinp, const floatX *dout, const floatX *inp, size_t N, size_t F) {
     if (aligned16(F * sizeof(floatX), dinp, dout, inp)) {
         unsigned pieces = ceil_div<size_t>(F, THREADS * VECTOR);
         swiglu_backward_kernel<VECTOR><<<N * pieces, THREADS, 0, compute_stream>>>(dinp, dout, inp, pieces, F);
@@ -143,7 +142,7 @@ extern "C" void swiglu_backward(floatX *dinp, const floatX *dout, const floatX *
 // ---------------------------------------------------------------------------------------------------------
 // The ladder. One element a thread: the same bytes, but an instruction for each 2 or 4 of them, and memory
 // waits for instructions. (It is also the path of arrays that do not start or end on 16 bytes.)
-extern "C" void gelu_forward_naive(floatX *out, const floatX *inp, size_t N, size_t F) {
+void gelu_forward_naive(floatX *out, const floatX *inp, size_t N, size_t F) {
     unsigned blocks = ceil_div<size_t>(N * F, THREADS);
     gelu_forward_kernel<1><<<blocks, THREADS, 0, compute_stream>>>(out, inp, N * F);
     launched("gelu_forward_naive");

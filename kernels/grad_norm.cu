@@ -11,39 +11,51 @@
 // (consumer cards) a bf16 gradient takes about twice as long as its bytes do.
 #include "kernels/cuda.cuh"
 
-enum { THREADS = 256, MOST_BLOCKS = 1024 /* so many that they fill a large GPU once */ };
+enum { THREADS = 256, MOST_BLOCKS = 512 /* all of which run at once on a large GPU */, TOGETHER = 4 };
 
 static size_t n_blocks(size_t n) {
-    size_t blocks = ceil_div(n, (size_t)THREADS * 8), most = MOST_BLOCKS;
+    size_t blocks = ceil_div(n, (size_t)THREADS * 8 * TOGETHER), most = MOST_BLOCKS;
     return blocks < most ? blocks : most;
 }
 
+template <int V> static __device__ inline double add_squares(double sum, const float (&g)[V]) {
+    for (int i = 0; i < V; i++) sum += (double)g[i] * g[i];
+    return sum;
+}
 template <int V, typename T> static __device__ inline double add_squares(double sum, const T *grad) {
     float g[V];
     load_floats<V>(g, grad);
-    for (int i = 0; i < V; i++) sum += (double)g[i] * g[i];
-    return sum;
+    return add_squares(sum, g);
 }
 
 // V elements a load: 16 bytes, or one element where the array is not aligned
 template <typename T, int V>
-static __global__ void __launch_bounds__(THREADS, 4) squares(double *partial, const T *grad, size_t n) {
+static __global__ void __launch_bounds__(THREADS, 4) squares_kernel(double *partial, const T *grad, size_t n) {
     __shared__ double shared[WARP];
-    constexpr int MINE = 16 / sizeof(T);
+    constexpr int MINE = 16 / sizeof(T), LOADS = MINE / V;
+    const size_t stride = (size_t)gridDim.x * THREADS * MINE;
+    size_t i = ((size_t)blockIdx.x * THREADS + threadIdx.x) * MINE;
     double sum = 0;
-    for (size_t i = ((size_t)blockIdx.x * THREADS + threadIdx.x) * MINE; i < n;
-         i += (size_t)gridDim.x * THREADS * MINE) {
+    // As many bytes must be on their way as the memory takes to answer: a thread asks for 64 before it waits.
+    for (; i + (TOGETHER - 1) * stride + MINE <= n; i += TOGETHER * stride) {
+        float g[TOGETHER * LOADS][V];
+#pragma unroll
+        for (int k = 0; k < TOGETHER * LOADS; k++)
+            load_floats<V>(g[k], grad + i + k / LOADS * stride + k % LOADS * V);
+#pragma unroll
+        for (int k = 0; k < TOGETHER * LOADS; k++) sum = add_squares(sum, g[k]);
+    }
+    for (; i < n; i += stride)
         if (IN_RANGE(i + MINE <= n))
             for (int j = 0; j < MINE; j += V) sum = add_squares<V>(sum, grad + i + j);
         else
             for (size_t j = i; IN_RANGE(j < n); j++) sum = add_squares<1>(sum, grad + j);
-    }
     sum = block_sum(sum, shared);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
 static __global__ void __launch_bounds__(MOST_BLOCKS)
-    add_partials(double *sum, const double *partial, size_t blocks) {
+    add_partials_kernel(double *sum, const double *partial, size_t blocks) {
     __shared__ double shared[WARP];
     double total = block_sum(IN_RANGE(threadIdx.x < blocks) ? partial[threadIdx.x] : 0.0, shared);
     if (threadIdx.x == 0) *sum += total;
@@ -51,23 +63,22 @@ static __global__ void __launch_bounds__(MOST_BLOCKS)
 
 template <typename T> static void launch_squares(double *partial, const T *grad, size_t n) {
     if (aligned16(0, grad))
-        squares<T, 16 / sizeof(T)><<<n_blocks(n), THREADS, 0, compute_stream>>>(partial, grad, n);
+        squares_kernel<T, 16 / sizeof(T)><<<n_blocks(n), THREADS, 0, compute_stream>>>(partial, grad, n);
     else
-        squares<T, 1><<<n_blocks(n), THREADS, 0, compute_stream>>>(partial, grad, n);
+        squares_kernel<T, 1><<<n_blocks(n), THREADS, 0, compute_stream>>>(partial, grad, n);
     launched("squares");
 }
 
-extern "C" void grad_norm_squared(double *sum, const floatX *grad, const float *grad32, size_t n,
-                                  void *workspace) {
+void grad_norm_squared(double *sum, const floatX *grad, const float *grad32, size_t n, void *workspace) {
     double *partial = (double *)workspace; // [n_blocks]
     if (grad32)
         launch_squares(partial, grad32, n);
     else
         launch_squares(partial, grad, n);
-    add_partials<<<1, MOST_BLOCKS, 0, compute_stream>>>(sum, partial, n_blocks(n));
+    add_partials_kernel<<<1, MOST_BLOCKS, 0, compute_stream>>>(sum, partial, n_blocks(n));
     launched("add_partials");
 }
 
-extern "C" size_t grad_norm_workspace(size_t n) {
+size_t grad_norm_workspace(size_t n) {
     return n_blocks(n) * sizeof(double);
 }

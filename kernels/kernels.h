@@ -13,7 +13,8 @@
 //  - every backward is deterministic: the same inputs and the same number of threads give the same bits.
 //  - statistics (mean, rstd, log-sum-exp, losses) are fp32; sums run in fp32 or wider whatever floatX is.
 //  - pointers are to device memory, where there is a device, but for structs; every call is queued on compute_stream.
-// Kernels know tensors, never ranks, and have no errors of their own: callers pass legal sizes (all ≥ 1).
+// Kernels know tensors, never ranks. Callers pass legal sizes (all ≥ 1; flash attention's Tk may be 0); what CUDA or
+// cuBLASLt refuses ends the process with one line and exit code 3.
 #ifndef KERNELS_H
 #define KERNELS_H
 
@@ -131,8 +132,8 @@ extern int fp8_accumulator_bits;
 // places in one [B,T,(H+2KV)·D] row. A batch's sequences follow one another: T · stride elements apart.
 typedef struct {
     size_t B, Tq, Tk; // sequences, queries and keys of each (causal: Tq = Tk, query t sees keys 0..t)
-    size_t H, KV,
-        D; // query heads, key/value heads (KV divides H), channels a head (at most 128 on CUDA: flash)
+    size_t H, KV;     // query heads, key/value heads (KV divides H)
+    size_t D;         // channels a head (flash on CUDA: at most 128)
     size_t q_stride, kv_stride, o_stride;
     bool causal;
     // Tokens from one sequence to the next, where queries or keys are a part of longer sequences (0: Tq, Tk).
@@ -145,7 +146,7 @@ typedef struct {
 void flash_attention_forward(floatX *o, float *lse, const floatX *q, const floatX *k, const floatX *v,
                              AttentionShape s, void *workspace);
 // dq, dk, dv written with the strides of q, k, v; do_ with o's. Scores are computed again from lse: five products
-// to the forward's two.
+// to the forward's two (on CUDA seven: dq has a kernel of its own, so that no gradient needs atomics).
 void flash_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *do_, const floatX *o,
                               const float *lse, const floatX *q, const floatX *k, const floatX *v,
                               AttentionShape s, void *workspace);
@@ -163,7 +164,8 @@ void flash_attention_backward_block(float *dq, float *dk, float *dv, const float
                                     const float *lse, const floatX *q, const floatX *k, const floatX *v,
                                     AttentionShape s, void *workspace);
 
-// naive: keeps the softmax output p [B,H,Tq,Tk]; four products backward. The textbook, and what flash saves.
+// naive: keeps the softmax output p [B,H,Tq,Tk]; four products backward. The textbook, and what flash saves. Whole
+// sequences only: q_tokens and kv_tokens are ignored.
 void naive_attention_forward(floatX *o, floatX *p, const floatX *q, const floatX *k, const floatX *v,
                              AttentionShape s, void *workspace);
 void naive_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *do_, const floatX *p,
@@ -194,12 +196,12 @@ void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t
 //   cross_entropy_local    max, sum [N] = Σ exp(logits − max), target [N] = the target's logit, 0 where another holds it;
 //                          −inf and 0 where all logits are −inf, or there is no target (all-reduce by maximum: global_max)
 //   cross_entropy_rescale  sum becomes Σ exp(logits − global_max)          (all-reduce by sum: sum, target)
-//   cross_entropy_global   losses, and logits become their gradient, as above
+//   cross_entropy_global   losses, and logits become their gradient, as above, from global_max and the sums over ranks
 void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
                          int32_t first, size_t N, size_t V, size_t Vp);
 void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N);
 void cross_entropy_global(float *losses, floatX *logits, const int32_t *targets, int32_t first,
-                          const float *max, const float *sum, const float *target, float dloss, size_t N,
+                          const float *global_max, const float *sum, const float *target, float dloss, size_t N,
                           size_t V, size_t Vp);
 
 // ---------------------------------------------------------------------------------------------------------
@@ -218,8 +220,8 @@ void adamw_update(floatX *weight, float *master, float *m, float *v, const float
 // acc [n] += grad [n]; grad = 0: a micro-batch's bf16 gradient joins the fp32 sum (--grad-accum-fp32).
 void gradient_accumulate(float *acc, floatX *grad, size_t n);
 
-// grad_norm: *sum (device memory too) += Σ grad² in a fixed order of partial sums, whatever the number of threads; the gradient is grad [n],
-// or grad32 [n] where that is not NULL.
+// grad_norm: *sum (device memory too) += Σ grad² in a fixed order of partial sums, whatever the number of threads; the
+// gradient is grad [n], or grad32 [n] where that is not NULL.
 void grad_norm_squared(double *sum, const floatX *grad, const float *grad32, size_t n, void *workspace);
 size_t grad_norm_workspace(size_t n);
 

@@ -21,7 +21,8 @@ void cross_entropy_forward_backward_naive(float *losses, floatX *logits, const i
                                           size_t N, size_t V, size_t Vp);
 
 // adamw
-// naive: an element a thread, a launch for each piece of the bucket that decays or does not. Then one launch, 4 elements a thread.
+// naive: an element a thread, a launch for each piece of the bucket that decays or does not. Then one launch, 4 elements a
+// thread.
 void adamw_update_naive(floatX *weight, float *master, float *m, float *v, const floatX *grad,
                         const float *grad32, size_t n, AdamW a);
 

@@ -26,7 +26,6 @@
 // once in (6 %; rmsnorm reads back half of it).
 #include "kernels/cuda.cuh"
 #include "kernels/ladder.h"
-#include "kernels/ptx.cuh"
 
 enum {
     THREADS = 256,
@@ -181,15 +180,13 @@ static void norm_forward(Forward a) {
         vectors ? launch_forward<VECTOR, 1>(a) : launch_forward<1, 1>(a);
 }
 
-extern "C" void layernorm_forward(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
-                                  const floatX *residual, const floatX *weight, const floatX *bias, size_t N,
-                                  size_t C) {
+void layernorm_forward(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
+                       const floatX *residual, const floatX *weight, const floatX *bias, size_t N, size_t C) {
     norm_forward({out, mean, rstd, sum, inp, residual, weight, bias, N, C, true});
 }
 
-extern "C" void rmsnorm_forward(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
-                                const floatX *residual, const floatX *weight, const floatX *bias, size_t N,
-                                size_t C) {
+void rmsnorm_forward(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
+                     const floatX *residual, const floatX *weight, const floatX *bias, size_t N, size_t C) {
     (void)mean, (void)bias;
     norm_forward({out, NULL, rstd, sum, inp, residual, weight, NULL, N, C, true});
 }
@@ -348,22 +345,22 @@ static void norm_backward(Backward a, floatX *dweight, floatX *dbias) {
         vectors ? launch_backward<VECTOR, 1>(a, dweight, dbias) : launch_backward<1, 1>(a, dweight, dbias);
 }
 
-extern "C" void layernorm_backward(floatX *dinp, floatX *dweight, floatX *dbias, const floatX *dout,
-                                   const floatX *dresidual, const floatX *inp, const floatX *weight,
-                                   const float *mean, const float *rstd, size_t N, size_t C, void *workspace) {
+void layernorm_backward(floatX *dinp, floatX *dweight, floatX *dbias, const floatX *dout,
+                        const floatX *dresidual, const floatX *inp, const floatX *weight, const float *mean,
+                        const float *rstd, size_t N, size_t C, void *workspace) {
     norm_backward({dinp, dout, dresidual, inp, weight, mean, rstd, (float *)workspace, N, C, true}, dweight,
                   dbias);
 }
 
-extern "C" void rmsnorm_backward(floatX *dinp, floatX *dweight, floatX *dbias, const floatX *dout,
-                                 const floatX *dresidual, const floatX *inp, const floatX *weight,
-                                 const float *mean, const float *rstd, size_t N, size_t C, void *workspace) {
+void rmsnorm_backward(floatX *dinp, floatX *dweight, floatX *dbias, const floatX *dout, const floatX *dresidual,
+                      const floatX *inp, const floatX *weight, const float *mean, const float *rstd, size_t N,
+                      size_t C, void *workspace) {
     (void)mean, (void)dbias;
     norm_backward({dinp, dout, dresidual, inp, weight, NULL, rstd, (float *)workspace, N, C, true}, dweight,
                   NULL);
 }
 
-extern "C" size_t norm_backward_workspace(size_t N, size_t C) {
+size_t norm_backward_workspace(size_t N, size_t C) {
     return min(N, (size_t)BLOCKS_AN_SM * SMS) * 2 * C * sizeof(float);
 }
 
@@ -380,7 +377,7 @@ static __global__ void __launch_bounds__(THREADS)
     store_floats<V>(out + i, x);
 }
 
-extern "C" void residual_forward(floatX *out, const floatX *a, const floatX *b, size_t n) {
+void residual_forward(floatX *out, const floatX *a, const floatX *b, size_t n) {
     if (aligned16(n * sizeof(floatX), out, a, b)) {
         unsigned blocks = ceil_div<size_t>(n, THREADS * VECTOR);
         residual_forward_kernel<VECTOR><<<blocks, THREADS, 0, compute_stream>>>(out, a, b, n);
@@ -420,9 +417,9 @@ static __global__ void __launch_bounds__(THREADS) layernorm_forward_naive_kernel
     a.rstd[n] = r;
 }
 
-extern "C" void layernorm_forward_naive(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
-                                        const floatX *residual, const floatX *weight, const floatX *bias,
-                                        size_t N, size_t C) {
+void layernorm_forward_naive(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
+                             const floatX *residual, const floatX *weight, const floatX *bias, size_t N,
+                             size_t C) {
     Forward a = {out, mean, rstd, sum, inp, residual, weight, bias, N, C, false};
     layernorm_forward_naive_kernel<<<ceil_div<size_t>(N, THREADS), THREADS, 0, compute_stream>>>(a);
     launched("layernorm_forward_naive");
@@ -430,9 +427,9 @@ extern "C" void layernorm_forward_naive(floatX *out, float *mean, float *rstd, f
 
 // A warp a row: neighbouring lanes read side by side. But one element at a time, and the row four times,
 // after the first from the cache if it is still there; weight and bias once a row.
-extern "C" void layernorm_forward_warp(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
-                                       const floatX *residual, const floatX *weight, const floatX *bias,
-                                       size_t N, size_t C) {
+void layernorm_forward_warp(floatX *out, float *mean, float *rstd, floatX *sum, const floatX *inp,
+                            const floatX *residual, const floatX *weight, const floatX *bias, size_t N,
+                            size_t C) {
     Forward a = {out, mean, rstd, sum, inp, residual, weight, bias, N, C, false};
     const unsigned blocks = ceil_div<size_t>(N, WARPS);
     norm_forward_kernel<1, WARPS><<<blocks, THREADS, 0, compute_stream>>>(a);

@@ -167,10 +167,8 @@ bool cublas_product(const CublasProduct &p, void *workspace) {
 
 // ---------------------------------------------------------------------------------------------------------
 // The three products.
-static const cudaDataType_t TYPE = sizeof(floatX) == sizeof(bf16) ? CUDA_R_16BF : CUDA_R_32F;
-
 template <int V>
-static __global__ void __launch_bounds__(256, 4) round_inputs(bf16 *copy, const floatX *x, size_t n) {
+static __global__ void __launch_bounds__(256, 4) round_inputs_kernel(bf16 *copy, const floatX *x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * V;
     if (IN_RANGE(i < n)) {
         Vec<floatX, V> v = load<V>(x + i);
@@ -182,13 +180,13 @@ static __global__ void __launch_bounds__(256, 4) round_inputs(bf16 *copy, const 
 
 // x [n] as products take it: x, or under --matmul bf16 a copy in the workspace, which then begins behind it.
 static CublasOperand operand(const floatX *x, size_t n, bool transposed, void *&workspace) {
-    if (sizeof(floatX) == sizeof(bf16) || !matmul_inputs_bf16) return {x, TYPE, transposed, NULL, 0};
+    if (sizeof(floatX) == sizeof(bf16) || !matmul_inputs_bf16) return {x, CUBLAS_TYPE, transposed, NULL, 0};
     bf16 *copy = (bf16 *)aligned(workspace);
     workspace = copy + n;
     if (aligned16(n * sizeof *x, x))
-        round_inputs<VECTOR><<<ceil_div(n, (size_t)256 * VECTOR), 256, 0, compute_stream>>>(copy, x, n);
+        round_inputs_kernel<VECTOR><<<ceil_div(n, (size_t)256 * VECTOR), 256, 0, compute_stream>>>(copy, x, n);
     else
-        round_inputs<1><<<ceil_div(n, (size_t)256), 256, 0, compute_stream>>>(copy, x, n);
+        round_inputs_kernel<1><<<ceil_div(n, (size_t)256), 256, 0, compute_stream>>>(copy, x, n);
     launched("round_inputs");
     return {copy, CUDA_R_16BF, transposed, NULL, 0};
 }
@@ -197,7 +195,13 @@ static bool product(floatX *out, const floatX *a, bool a_transposed, const float
                     const floatX *bias, floatX *pre, bool add, size_t m, size_t n, size_t k, void *workspace) {
     CublasOperand left = operand(a, m * k, a_transposed, workspace);
     CublasOperand right = operand(b, k * n, b_transposed, workspace);
-    return cublas_product({out, TYPE, left, right, bias, pre, add, m, n, k}, workspace);
+    if (bias && !aligned16(0, bias)) { // the library may read it in vectors, and cannot be told not to
+        void *copy = aligned(workspace);
+        workspace = (floatX *)copy + m;
+        cuda_check(cudaMemcpyAsync(copy, bias, m * sizeof *bias, cudaMemcpyDeviceToDevice, compute_stream));
+        bias = (const floatX *)copy;
+    }
+    return cublas_product({out, CUBLAS_TYPE, left, right, bias, pre, add, m, n, k}, workspace);
 }
 #define must(call) cublas_check((call) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED)
 
@@ -247,7 +251,7 @@ enum { ROWS = 256, THREADS = 256, WARPS = THREADS / WARP };
 // out [M/rows,N] = or (ADD) += the sums of so many rows each
 template <typename In, typename Out, int V, bool ADD>
 static __global__ void __launch_bounds__(THREADS, 4)
-    sum_rows(Out *out, const In *x, size_t M, size_t N, size_t rows) {
+    sum_rows_kernel(Out *out, const In *x, size_t M, size_t N, size_t rows) {
     constexpr int PITCH = WARP + WARP / V; // keeps what a warp reads below in 32 banks
     __shared__ float sums[WARPS][V * PITCH];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -280,11 +284,14 @@ void matmul_backward_bias(floatX *dbias, const floatX *dout, size_t M, size_t N,
     size_t blocks = ceil_div(M, (size_t)ROWS);
     dim3 wide(ceil_div(N, (size_t)WARP * VECTOR), blocks), narrow(ceil_div(N, (size_t)WARP), blocks);
     if (aligned16(N * sizeof *dout, dout))
-        sum_rows<floatX, float, VECTOR, false><<<wide, THREADS, 0, compute_stream>>>(parts, dout, M, N, ROWS);
+        sum_rows_kernel<floatX, float, VECTOR, false>
+            <<<wide, THREADS, 0, compute_stream>>>(parts, dout, M, N, ROWS);
     else
-        sum_rows<floatX, float, 1, false><<<narrow, THREADS, 0, compute_stream>>>(parts, dout, M, N, ROWS);
+        sum_rows_kernel<floatX, float, 1, false>
+            <<<narrow, THREADS, 0, compute_stream>>>(parts, dout, M, N, ROWS);
     launched("sum_rows");
-    sum_rows<float, floatX, 1, true><<<narrow.x, THREADS, 0, compute_stream>>>(dbias, parts, blocks, N, blocks);
+    sum_rows_kernel<float, floatX, 1, true>
+        <<<narrow.x, THREADS, 0, compute_stream>>>(dbias, parts, blocks, N, blocks);
     launched("sum_rows of parts");
 }
 
@@ -292,6 +299,7 @@ size_t matmul_workspace(size_t M, size_t K, size_t N) {
     size_t a = M * K, b = N * K, c = M * N, smallest = a < b ? (a < c ? a : c) : (b < c ? b : c);
     size_t copies = matmul_inputs_bf16 ? (a + b + c - smallest) * sizeof(bf16) + 2 * CUBLAS_ALIGNMENT : 0;
     size_t partial = ceil_div(M, (size_t)ROWS) * N * sizeof(float) + CUBLAS_ALIGNMENT;
+    copies += N * sizeof(floatX) + CUBLAS_ALIGNMENT; // the bias
     return CUBLAS_BYTES + copies > partial ? CUBLAS_BYTES + copies : partial;
 }
 
@@ -300,7 +308,7 @@ size_t matmul_workspace(size_t M, size_t K, size_t N) {
 
 // One thread a column: N of them for M·N numbers, too few to keep the memory busy.
 static __global__ void __launch_bounds__(256)
-    sum_rows_naive(floatX *dbias, const floatX *x, size_t M, size_t N) {
+    sum_rows_naive_kernel(floatX *dbias, const floatX *x, size_t M, size_t N) {
     size_t column = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (IN_RANGE(column < N)) {
         float sum = 0;
@@ -311,6 +319,6 @@ static __global__ void __launch_bounds__(256)
 
 void matmul_backward_bias_naive(floatX *dbias, const floatX *dout, size_t M, size_t N, void *workspace) {
     (void)workspace;
-    sum_rows_naive<<<ceil_div(N, (size_t)THREADS), THREADS, 0, compute_stream>>>(dbias, dout, M, N);
+    sum_rows_naive_kernel<<<ceil_div(N, (size_t)THREADS), THREADS, 0, compute_stream>>>(dbias, dout, M, N);
     launched("sum_rows_naive");
 }

@@ -34,8 +34,8 @@ template <typename T> struct Matrices {
     }
 };
 
-// out [rows, columns] = scale · Σ a [rows, inner] · b [inner, columns]. Of a and b, `heads_a` and `heads_b` are read by one
-// head of out each, or by several (GQA); where out has fewer heads than they, it is summed over those that share one.
+// out [rows, columns] = scale · Σ a [rows, inner] · b [inner, columns], for each of out's `heads`. A matrix that has fewer
+// heads than the others (GQA) is shared by a group of theirs; where that is out, it is the sum over the group.
 template <typename Out, typename A, typename B>
 static __global__ void __launch_bounds__(SIDE *SIDE)
     product_kernel(Matrices<Out> out, Matrices<A> a, Matrices<B> b, float scale, size_t heads, size_t a_heads,
@@ -98,8 +98,8 @@ template <typename T> static Matrices<T> square(T *x, AttentionShape s) {
     return {x, s.H * s.Tq * s.Tk, s.Tq * s.Tk, s.Tk, 1};
 }
 
-extern "C" void naive_attention_forward(floatX *o, floatX *p, const floatX *q, const floatX *k, const floatX *v,
-                                        AttentionShape s, void *workspace) {
+void naive_attention_forward(floatX *o, floatX *p, const floatX *q, const floatX *k, const floatX *v,
+                             AttentionShape s, void *workspace) {
     float *scores = (float *)workspace;
     size_t rows = s.B * s.H * s.Tq;
     Matrices<const floatX> Q = heads_of(q, s.Tq, s.q_stride, s.D), K = heads_of(k, s.Tk, s.kv_stride, s.D);
@@ -112,9 +112,9 @@ extern "C" void naive_attention_forward(floatX *o, floatX *p, const floatX *q, c
     kernel_flops.attention_forward += 2 * 2.0 * s.B * s.H * s.Tq * s.Tk * s.D;
 }
 
-extern "C" void naive_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *do_, const floatX *p,
-                                         const floatX *q, const floatX *k, const floatX *v, AttentionShape s,
-                                         void *workspace) {
+void naive_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *do_, const floatX *p,
+                              const floatX *q, const floatX *k, const floatX *v, AttentionShape s,
+                              void *workspace) {
     float *ds = (float *)workspace, root = 1 / sqrtf((float)s.D);
     size_t rows = s.B * s.H * s.Tq;
     Matrices<const floatX> Q = heads_of(q, s.Tq, s.q_stride, s.D), K = heads_of(k, s.Tk, s.kv_stride, s.D);
@@ -132,6 +132,6 @@ extern "C" void naive_attention_backward(floatX *dq, floatX *dk, floatX *dv, con
     kernel_flops.attention_backward += 4 * 2.0 * s.B * s.H * s.Tq * s.Tk * s.D;
 }
 
-extern "C" size_t naive_attention_workspace(AttentionShape s) {
+size_t naive_attention_workspace(AttentionShape s) {
     return s.B * s.H * s.Tq * s.Tk * sizeof(float);
 }

@@ -69,7 +69,7 @@ static __device__ inline float exp2_approx(float x) {
 
 // sm_89: d [16,8] += a [16,32] · b [32,8], products of fp8 numbers (a, b: E4M3 or E5M2) summed: on sm_89's fp8
 // tensor cores (and on Hopper's, which only wgmma reaches) the sum may keep fewer bits than fp32 has. For sm_90
-// the assembler turns this instruction into mma of fp16 or bf16.
+// the assembler turns this instruction into conversions and an mma of fp16.
 #define MMA_FP8(name, a_type, b_type)                                                                          \
     static __device__ inline void name(float(&d)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {        \
         asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." a_type "." b_type                                \

@@ -27,7 +27,7 @@ static __global__ void __launch_bounds__(THREADS)
     table[2 * entry + 1] = (float)sine;
 }
 
-extern "C" void rope_table(float *table, const int32_t *positions, size_t T, size_t D, float theta) {
+void rope_table(float *table, const int32_t *positions, size_t T, size_t D, float theta) {
     unsigned blocks = ceil_div<size_t>(T * (D / 2), THREADS);
     rope_table_kernel<<<blocks, THREADS, 0, compute_stream>>>(table, positions, T, D, theta);
     launched("rope_table");
@@ -84,12 +84,10 @@ static void rotate(floatX *x, const float *table, size_t B, size_t T, size_t hea
     launched("rope");
 }
 
-extern "C" void rope_forward(floatX *x, const float *table, size_t B, size_t T, size_t heads, size_t D,
-                             size_t stride) {
+void rope_forward(floatX *x, const float *table, size_t B, size_t T, size_t heads, size_t D, size_t stride) {
     rotate(x, table, B, T, heads, D, stride, 1.0f);
 }
 
-extern "C" void rope_backward(floatX *dx, const float *table, size_t B, size_t T, size_t heads, size_t D,
-                              size_t stride) {
+void rope_backward(floatX *dx, const float *table, size_t B, size_t T, size_t heads, size_t D, size_t stride) {
     rotate(dx, table, B, T, heads, D, stride, -1.0f);
 }

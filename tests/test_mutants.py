@@ -179,6 +179,10 @@ MUTANTS = {
         "kernels/flash_attention.cu", "sum[m][half] *= shrink[m][half];", "", "tests/test_cuda_attention.py"),
     "the second query head of a group is left out": (
         "kernels/flash_attention_backward.cu", "steps = per_head * group;", "steps = per_head;", "tests/test_cuda_attention.py"),
+    "a division in which the rest underflows": ("kernels/fp8_quantize.cu", "scale < 0x1p-80f ? 0x1p100f : 1.0f", "1.0f", FP8),
+    "only the first heads of attention": (
+        "kernels/attention_tiles.cuh", "int first = blockIdx.x / (GROUP * blocks) * GROUP", "int first = 0",
+        "tests/test_cuda_attention.py"),
     "promotion forgets a's scale": ("kernels/fp8_gemm.cu", "* a_scale, b_scale[i], total)", "+ 0 * a_scale, b_scale[i], total)", FP8),
     "nothing decays": (
         "kernels/adamw.cu", "float decay = bounds % 2 ?", "float decay = bounds % 2 > 1 ?", "tests/test_cuda_adamw.py"),

@@ -7,10 +7,12 @@
 (after dev/deps.sh test; any other python3 with numpy and pytest will do). NAME is an operation, how one begins, or a file
 of kernels/.
 
-A kernel that moves bytes is held against a copy within the device's memory, one that multiplies matrices against
-cuBLASLt's bf16 product of 8192³. Sizes are those of GPT-2 124M on 16,384 tokens. Calls go round over copies of the arguments
-that together are far larger than the L2 cache, so that nothing is found there that a training step would not find. A figure
-is the median of a few runs, each long enough for the clock; both ceilings are measured before and after.
+Each is held against the ceiling that binds it: a copy within the device's memory, or cuBLASLt's bf16 product of 8192³ (fp8
+may pass it, fp32 cannot reach it). Sizes are those of GPT-2 124M, on so many tokens that a call lasts long beside its launch
+(cross_entropy_rescale and fp8_quantize_blocks have little to do at any size); flash attention also runs with 16 heads of 128
+channels over 8,192 tokens. Calls go round over copies of the arguments that together are far larger than the L2 cache, so that
+nothing is found there that a training step would not find. A figure is the median of a few runs, each long enough for the
+clock; both ceilings are measured before and after.
 """
 import argparse
 import ctypes
@@ -38,6 +40,9 @@ try:
 except ModuleNotFoundError as missing:
     nothing(f"no {missing.name} here (build/venv/bin/python dev/bench/kernels.py has it, after dev/deps.sh test)")
 
+RUNS, RUN_SECONDS = 5, 0.02  # a figure is the median of so many, each about so long or 200 calls
+GPT2 = {"16k tokens": Sizes(), "65k tokens": Sizes(B=32)}
+LONG = {"8k·128 causal": Sizes(B=1, T=8192, H=16, KV=16, D=128), "8k·128": Sizes(B=1, T=8192, H=16, KV=16, D=128, causal=False)}
 BEYOND_L2 = 400e6  # bytes that calls in turn touch, several times the L2 of any GPU
 
 
@@ -63,13 +68,13 @@ class Clock:
         self.k._ok(self.lib.cudaEventElapsedTime(ctypes.byref(ms), *self.events))
         return ms.value / 1e3
 
-    def median(self, calls, runs=5, run_seconds=0.02):
+    def median(self, calls):
         """Seconds of one call; `calls` do the same on different arrays, in turn."""
         for call in calls:
             call()
         once = self.seconds(calls) / len(calls)
-        n = max(1, min(200, round(run_seconds / once)))
-        return statistics.median(self.seconds([calls[i % len(calls)] for i in range(n)]) / n for _ in range(runs))
+        n = max(1, min(200, round(RUN_SECONDS / once)))
+        return statistics.median(self.seconds([calls[i % len(calls)] for i in range(n)]) / n for _ in range(RUNS))
 
 
 def copy_ceiling(k, clock):
@@ -112,17 +117,25 @@ def measure(name, precision, sizes):
         return seconds, case.moved, case.flops
 
 
-def measure_all(jobs, sizes, copy, product, at):
+def sizes_of(name):
+    """{what it is called: size}"""
+    tokens = "16k tokens" if name.startswith(("cross_entropy", "naive_attention")) else "65k tokens"  # some gigabytes
+    return {tokens: GPT2[tokens], **(LONG if name.startswith("flash_attention") else {})}
+
+
+def measure_all(jobs, copy, product, at):
     """One row a job, printed as soon as it is known; at[0:8] says which is under way."""
     for i in range(int.from_bytes(at[:8], "little"), len(jobs)):
         at[:8] = i.to_bytes(8, "little")
-        seconds, moved, flops = measure(*jobs[i], sizes)
+        name, precision, label = jobs[i]
+        seconds, moved, flops = measure(name, precision, sizes_of(name)[label])
         share = max(moved / copy, flops / product) / seconds  # of the ceiling that binds it
         rate = f"{flops / seconds / 1e12:8.1f}" if flops else " " * 8
-        print(f"{jobs[i][0]:40} {jobs[i][1]} {seconds * 1e6:10.1f} {moved / seconds / 1e9:7.0f} {rate}  {share:5.0%}", flush=True)
+        figures = f"{seconds * 1e6:10.1f} {moved / seconds / 1e9:7.0f} {rate}  {share:5.0%}"
+        print(f"{name:40} {precision} {label:13} {figures}", flush=True)
 
 
-def on_gpu(names, precisions, sizes):
+def on_gpu(names, precisions):
     """False where a kernel failed; those after it are measured by a new process."""
     kind, before = in_child(ceilings)
     if kind != "done":
@@ -130,14 +143,14 @@ def on_gpu(names, precisions, sizes):
         return False
     copy, product = before
     print(f"device copy {copy / 1e9:,.0f} GB/s, cuBLASLt bf16 {product / 1e12:,.0f} TFLOP/s")
-    print(f"{'operation':40} {'':4} {'µs':>10} {'GB/s':>7} {'TFLOP/s':>8}  share", flush=True)
-    jobs, at, well = [(name, p) for p in precisions for name in names], mmap.mmap(-1, 8), True
+    print(f"{'operation':40} {'':4} {'':13} {'µs':>10} {'GB/s':>7} {'TFLOP/s':>8}  share", flush=True)
+    jobs, at, well = [(name, p, s) for p in precisions for name in names for s in sizes_of(name)], mmap.mmap(-1, 8), True
     while True:
-        kind, got = in_child(lambda: measure_all(jobs, sizes, copy, product, at), 600)
+        kind, got = in_child(lambda: measure_all(jobs, copy, product, at), 600)
         if kind == "done":
             break
         i, well = int.from_bytes(at[:8], "little"), False
-        print(f"{jobs[i][0]:40} {jobs[i][1]} {got.strip().splitlines()[-1]}", flush=True)
+        print(f"{jobs[i][0]:40} {jobs[i][1]} {jobs[i][2]:13} {got.strip().splitlines()[-1]}", flush=True)
         at[:8] = (i + 1).to_bytes(8, "little")
     kind, after = in_child(ceilings)
     if kind == "done":
@@ -184,7 +197,7 @@ def main():
     precisions, start = args.precision or ["bf16", "fp32"], time.monotonic()
     for precision in {*precisions, "bf16"}:
         library(DEVICE, precision, checked=DEVICE == "emu")
-    well = on_gpu(names, precisions, Sizes()) if DEVICE == "cuda" else on_emulator(names, precisions, SMALL)
+    well = on_gpu(names, precisions) if DEVICE == "cuda" else on_emulator(names, precisions, SMALL)
     print(f"{time.monotonic() - start:.0f} s")
     sys.exit(0 if well else 1)
 

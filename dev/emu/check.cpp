@@ -129,6 +129,7 @@ struct Image {
     std::vector<Range> constants;
     Range shared = {};
     std::vector<Array> arrays;
+    std::map<uintptr_t, std::string> functions; // mangled names, by address
 
     Image() {
         dl_iterate_phdr(
@@ -163,8 +164,8 @@ struct Image {
             size > 0 ? (char *)mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, file, 0) : (char *)MAP_FAILED;
         if (file >= 0) close(file);
         if (elf == MAP_FAILED) return;
-        std::map<std::string, uintptr_t> functions;
-        std::vector<std::string> owners; // of the arrays, mangled
+        std::map<std::string, uintptr_t> addresses; // of functions, by mangled name
+        std::vector<std::string> owners;            // of the arrays, mangled
         const ElfW(Ehdr) *header = (ElfW(Ehdr) *)elf;
         const ElfW(Shdr) *sections = (ElfW(Shdr) *)(elf + header->e_shoff);
         for (int i = 0; i < header->e_shnum; i++) {
@@ -174,7 +175,7 @@ struct Image {
             for (size_t j = 0; j < sections[i].sh_size / sizeof *symbols; j++) {
                 const char *mangled = names + symbols[j].st_name;
                 if (ELF64_ST_TYPE(symbols[j].st_info) == STT_FUNC)
-                    functions[mangled] = base + symbols[j].st_value;
+                    addresses[mangled] = base + symbols[j].st_value;
                 if (ELF64_ST_TYPE(symbols[j].st_info) != STT_TLS || !symbols[j].st_size) continue;
                 uintptr_t low = shared.low + symbols[j].st_value;
                 auto [function, name] = plain(mangled);
@@ -183,7 +184,8 @@ struct Image {
             }
         }
         for (size_t i = 0; i < arrays.size(); i++)
-            if (functions.count(owners[i])) arrays[i].owner = functions[owners[i]];
+            if (addresses.count(owners[i])) arrays[i].owner = addresses[owners[i]];
+        for (auto &[mangled, address] : addresses) functions[address] = mangled;
         munmap(elf, (size_t)size);
     }
     // void kernel<true>(float*)::name → kernel, name
@@ -384,6 +386,7 @@ Region *find(uintptr_t &low, uintptr_t at, size_t size, Access access, uint32_t 
 
 // ---- counters ----------------------------------------------------------------------------------------------------------
 struct Kernel {
+    std::string name;
     size_t launches = 0, grid[3], block[3], dynamic_smem = 0;
     size_t global_read = 0, global_written = 0, in_16_bytes = 0, sectors = 0, ideal_sectors = 0;
     size_t shared_read = 0, shared_written = 0, wavefronts = 0, extra_wavefronts = 0;
@@ -391,7 +394,7 @@ struct Kernel {
     std::map<std::string, size_t> meets, mma; // by name
     std::map<size_t, Traffic> traffic;        // by the allocation's number
 };
-std::map<std::string, Kernel> kernels;
+std::map<std::string, Kernel> kernels; // by mangled name: those of one template are many
 Kernel *kernel;
 
 struct Entry {
@@ -590,7 +593,9 @@ void watch_launch(const char *name, const void *function, unsigned grid[3], unsi
     kernel = NULL;
     for (auto &entry : regions) entry.second.traffic = NULL;
     if (!watch_counters) return;
-    kernel = &kernels[name];
+    auto symbol = image->functions.find((uintptr_t)function);
+    kernel = &kernels[symbol == image->functions.end() ? name : symbol->second];
+    kernel->name = name;
     kernel->launches++;
     for (int i = 0; i < 3; i++) kernel->grid[i] = grid[i], kernel->block[i] = block[i];
     kernel->dynamic_smem = dynamic_smem;
@@ -638,9 +643,6 @@ void watch_warp(uint32_t mask, const char *what) {
         }
 }
 
-void watch_exit() {
-}
-
 void watch_access(const void *address, size_t size, Access access, const char *what, Site site) {
     uintptr_t at = (uintptr_t)address;
     if (at >= (uintptr_t)stack_low && at + size <= (uintptr_t)stack_high) return;
@@ -680,17 +682,17 @@ extern "C" void emu_watch(bool races, bool uninitialised, bool counters) {
 // What kernels have done while counters were on, as JSON, as much as fits; returns the bytes needed.
 extern "C" size_t emu_counters(char *json, size_t size, bool reset) {
     std::string text = "[";
-    for (auto &[name, k] : emu::kernels) {
+    for (auto &[symbol, k] : emu::kernels) {
         char part[2048];
         snprintf(part, sizeof part,
-                 "%s{\"kernel\":\"%s\",\"launches\":%zu,\"grid\":[%zu,%zu,%zu],\"block\":[%zu,%zu,%zu],"
-                 "\"dynamic_smem\":%zu,"
+                 "%s{\"kernel\":\"%s\",\"symbol\":\"%s\",\"launches\":%zu,"
+                 "\"grid\":[%zu,%zu,%zu],\"block\":[%zu,%zu,%zu],\"dynamic_smem\":%zu,"
                  "\"global_read\":%zu,\"global_written\":%zu,\"in_16_bytes\":%zu,\"sectors\":%zu,\"ideal_"
                  "sectors\":%zu,"
                  "\"shared_read\":%zu,\"shared_written\":%zu,\"wavefronts\":%zu,\"extra_wavefronts\":%zu,"
                  "\"barriers\":%zu,\"atomics\":%zu",
-                 text.size() > 1 ? ",\n" : "", name.c_str(), k.launches, k.grid[0], k.grid[1], k.grid[2],
-                 k.block[0], k.block[1], k.block[2], k.dynamic_smem, k.global_read, k.global_written,
+                 text.size() > 1 ? ",\n" : "", k.name.c_str(), symbol.c_str(), k.launches, k.grid[0], k.grid[1],
+                 k.grid[2], k.block[0], k.block[1], k.block[2], k.dynamic_smem, k.global_read, k.global_written,
                  k.in_16_bytes, k.sectors, k.ideal_sectors, k.shared_read, k.shared_written, k.wavefronts,
                  k.extra_wavefronts, k.barriers, k.atomics);
         text += part;
@@ -715,7 +717,7 @@ extern "C" size_t emu_counters(char *json, size_t size, bool reset) {
     text += "]";
     if (json && size) snprintf(json, size, "%s", text.c_str());
     if (reset) {
-        for (auto &[name, k] : emu::kernels)
+        for (auto &[symbol, k] : emu::kernels)
             for (auto &[number, t] : k.traffic) t.bytes_read.bits.drop(), t.bytes_written.bits.drop();
         emu::kernels.clear();
     }

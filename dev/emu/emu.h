@@ -98,7 +98,6 @@ void watch_launch_end();
 void watch_block();                                 // a new block begins
 void watch_barrier();                               // all threads of the block have met
 void watch_warp(uint32_t mask, const char *what);   // these lanes have met; only "__syncwarp" orders memory
-void watch_exit();                                  // the running thread ends
 void watch_mma(const char *shape);                  // one warp-wide tensor-core instruction
 void watch_alloc(const void *address, size_t size); // device heap
 void watch_free(const void *address);
@@ -112,7 +111,6 @@ static inline void watch_launch_end() {}
 static inline void watch_block() {}
 static inline void watch_barrier() {}
 static inline void watch_warp(uint32_t, const char *) {}
-static inline void watch_exit() {}
 static inline void watch_mma(const char *) {}
 static inline void watch_alloc(const void *, size_t) {}
 static inline void watch_free(const void *) {}

@@ -1,20 +1,10 @@
 """What the CUDA kernels of one file move and do, counted by the checked emulator (make emu-kernel K=layernorm).
 
-    grid × block    blocks of the launch (x·y·z), threads of a block
-    smem            dynamic shared memory of a block, in bytes
-    read, written   bytes that threads asked of global memory: a number that all lanes of a warp read counts 32 times
-    ×once           those bytes, over what they would be if each were asked for once
-    16 B            the share of those bytes in accesses of 16 bytes a thread
-    sectors         how much of the 32-byte sectors that warps touch is what they asked for
-    conflicts       wavefronts of shared memory that bank conflicts cost, over all
-    barriers        __syncthreads, once for each time that a block met at one
-    meets           shuffles and votes, once for each time that a warp met at one
-    mma             products on tensor cores, by their shape
-    registers       a thread's on sm_90a, as tests/kernel_table.txt has them; a range is over all template instances
+The columns are those of dev/emu/README.md, "Reading the counts".
 
-Every function of kernels/K.cu runs once at a size that is named, and the earlier rungs of its ladder. Under a kernel stands what it
-does with each array (a/b/c where several lie in one allocation). The line of the function holds all that its kernels move
-against what the operation must. The device is an sm_90; what cuBLASLt does there is not counted.
+Every function of kernels/K.cu (but rope_table) runs once at a size that is named, and the earlier rungs of its ladder. Under a
+kernel stands what it does with each array (a/b/c where several lie in one allocation). The line of the function holds all that
+its kernels move against what the operation must. The device is an sm_90; what cuBLASLt does there is not counted.
 """
 import os
 import pathlib
@@ -26,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "dev")]
 
 import kernel_cases  # noqa: E402
+from kernel_table import short  # noqa: E402
 from kernels import Fp8Matrix, Kernels, library, prototypes  # noqa: E402
 
 ROWS = kernel_cases.Sizes(B=2, T=1024, C=768, H=4, KV=2, D=64, F=1024, V=5003, Vp=5120, n=1 << 20)
@@ -65,14 +56,11 @@ def pointers(function, args):
 
 
 def registers(file, precision):
-    """{kernel: registers on sm_90a}, of the table that dev/kernel_table.py made."""
+    """{kernel: registers on sm_90a}, of the table that dev/kernel_table.py made, without blanks in its names."""
     table = ROOT / "tests/kernel_table.txt"
     rows = [re.split(r" {2,}", line) for line in table.read_text().splitlines()] if table.exists() else []
-    found = {}
-    for row in rows:
-        if len(row) > 4 and row[0].removesuffix(".cu") == file and row[1] == precision:
-            found.setdefault(re.sub(r"<.*", "", row[2]), []).append(int(row[4].split("/")[-1]))
-    return {name: f"{min(n)}–{max(n)}" if len(set(n)) > 1 else str(n[0]) for name, n in found.items()}
+    rows = [row for row in rows if len(row) > 4 and row[:2] == [f"{file}.cu", precision]]
+    return {row[2]: row[4].split("/")[-1] for row in rows}
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -88,12 +76,13 @@ def cells(kernel, registers):
     moved = kernel["global_read"] + kernel["global_written"]
     once = sum(a["unique_read"] + a["unique_written"] for a in kernel["allocations"])
     meets = sum(n for what, n in kernel["meets"].items() if not what.startswith(("mma", "ldmatrix", "__syncwarp")))
+    name = short(kernel["symbol"]).replace(", ", ",")
     return (
-        kernel["kernel"], f"{product(kernel['grid'])} × {product(kernel['block'])}", f"{kernel['dynamic_smem']:,}",
+        name, f"{product(kernel['grid'])} × {product(kernel['block'])}", f"{kernel['dynamic_smem']:,}",
         f"{kernel['global_read']:,}", f"{kernel['global_written']:,}", f"{moved / once:.3f}",
         percent(kernel["in_16_bytes"], moved), percent(kernel["ideal_sectors"], kernel["sectors"]),
         percent(kernel["extra_wavefronts"], kernel["wavefronts"], 1), f"{kernel['barriers']:,}", f"{meets:,}",
-        ", ".join(f"{n:,} {shape}" for shape, n in kernel["mma"].items()) or "-", registers.get(kernel["kernel"], "-"),
+        ", ".join(f"{n:,} {shape}" for shape, n in kernel["mma"].items()) or "-", registers.get(name, "-"),
     )  # fmt: skip
 
 

@@ -170,7 +170,6 @@ __forceinline__ void wait() {
 }
 
 void thread_ends() {
-    watch_exit();
     Warp &w = warp_at[thread() / 32];
     uint32_t bit = 1u << lane();
     for (uint32_t open = w.open; open; open &= open - 1)

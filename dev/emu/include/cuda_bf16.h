@@ -1,4 +1,4 @@
-// bf16 as CUDA has it: the upper half of an fp32, in ones and twos. What kernels use of NVIDIA's header.
+// bf16 as CUDA has it: the upper half of an fp32, in ones and twos. What kernels are likely to use of NVIDIA's header.
 //
 // Rounding is to nearest, ties to even; every NaN becomes 0x7fff, as on the device (tests/test_emu_types.py
 // compares all of it with NVIDIA's functions). Sums, products and quotients of two are computed in fp32 and

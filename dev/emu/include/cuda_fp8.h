@@ -1,5 +1,5 @@
 // The two 8-bit formats, as CUDA has them (Micikevicius et al. 2022): conversions from fp32, and back by way of
-// fp16, which holds every fp8 number exactly. The part of NVIDIA's header that kernels use.
+// fp16, which holds every fp8 number exactly. What kernels are likely to use of NVIDIA's header.
 //
 //              sign exponent mantissa   largest      infinity   NaN                 smallest
 //     E4M3       1      4       3          448         none     0x7f, 0xff             2^−9

@@ -1,4 +1,4 @@
-// CUDA C++ for a host compiler, as far as kernels/*.cu use it; first on the include path of DEVICE=emu.
+// CUDA C++ for a host compiler, as far as kernels use it or are likely to; first on the include path of DEVICE=emu.
 //
 //     kernel<T><<<grid, block, smem, stream>>>(a, b)      becomes, by one sed,
 //     kernel<T>->*emu::Launch("kernel", grid, block, smem, stream)(a, b)      which queues a copy of the arguments
