@@ -499,6 +499,70 @@ TEST(deferred) { // a copy reads the host's memory when its turn comes
     report(p, 1);
 }
 
+static cudaStream_t both[2]; // the first one made is where a program computes
+static void start_both() {
+    cuda_check(cudaStreamCreateWithFlags(&both[0], cudaStreamNonBlocking));
+    cuda_check(cudaStreamCreateWithFlags(&both[1], cudaStreamNonBlocking));
+    start_notes();
+}
+TEST(moods) { // 1x computes, 2x is another stream, which waits for 11
+    cudaEvent_t event;
+    start_both(), cuda_check(cudaEventCreate(&event));
+    note(both[0], 10), note(both[1], 20), note(both[0], 11);
+    cuda_check(cudaEventRecord(event, both[0]));
+    note(both[1], 21), note(both[0], 12);
+    cuda_check(cudaStreamWaitEvent(both[1], event));
+    cuda_check(cudaEventDestroy(event)); // when the last stream has waited for it
+    note(both[0], 13), note(both[1], 22);
+    cuda_check(cudaDeviceSynchronize());
+    report(notes, 7);
+}
+TEST(
+    questions) { // run one piece of work each, until there is none; or, in some moods, only when there were many
+    start_both();
+    note(both[0], 10), note(both[0], 11), note(both[1], 20);
+    int questions = 1;
+    while (cudaStreamQuery(both[0]) == cudaErrorNotReady || cudaStreamQuery(both[1]) == cudaErrorNotReady)
+        questions++;
+    said = std::to_string(questions) + " ";
+    cuda_check(cudaStreamDestroy(both[1])), cuda_check(cudaStreamDestroy(both[0]));
+    report(notes, 3);
+}
+TEST(host_access_after_a_question) {
+    start_both();
+    note(both[0], 10), note(both[0], 11);
+    while (cudaStreamQuery(both[0]) == cudaErrorNotReady && *(volatile char *)&said == -1) {
+    }
+    said = std::to_string(*(volatile unsigned *)notes);
+}
+// What the compute stream writes (1) is copied on another stream to where it then reads it. With all events, without the first
+// or the second one.
+static void copied(bool before, bool after) {
+    int *a = device<int>(1), *b = device<int>(1), *c = device<int>(1);
+    cudaEvent_t e, f;
+    start_both(), cuda_check(cudaEventCreate(&e)), cuda_check(cudaEventCreate(&f));
+    for (int *p : {a, b, c}) cuda_check(cudaMemset(p, 0, 4));
+    cuda_check(cudaDeviceSynchronize());
+    cuda_check(cudaMemsetAsync(a, 1, 4, both[0]));
+    cuda_check(cudaEventRecord(e, both[0]));
+    if (before) cuda_check(cudaStreamWaitEvent(both[1], e));
+    cuda_check(cudaMemcpyAsync(b, a, 4, cudaMemcpyDeviceToDevice, both[1]));
+    cuda_check(cudaEventRecord(f, both[1]));
+    if (after) cuda_check(cudaStreamWaitEvent(both[0], f));
+    cuda_check(cudaMemcpyAsync(c, b, 4, cudaMemcpyDeviceToDevice, both[0]));
+    cuda_check(cudaDeviceSynchronize());
+    report(c, 1);
+}
+TEST(copied_in_order) {
+    copied(true, true);
+}
+TEST(copied_too_early) {
+    copied(false, true);
+}
+TEST(read_too_early) {
+    copied(true, false);
+}
+
 // ---- guards ------------------------------------------------------------------------------------------------------------
 static __global__ void guard_kernel(char *out, int n) {
     int i = (int)threadIdx.x;

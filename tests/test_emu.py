@@ -253,7 +253,7 @@ def test_an_error_stays_until_a_reset(how):
     assert "access to (nil)" in null and state == "sticky" and "__syncthreads" in divergent and threads == "1024"
 
 
-@pytest.mark.parametrize("name", ("host_access", "host_access_to_new"))
+@pytest.mark.parametrize("name", ("host_access", "host_access_to_new", "host_access_after_a_question"))
 def test_the_host_may_not_look(name):
     library("g++")
     kind, said = in_child(lambda: (faulthandler.disable(), child(name, 0, None, "g++")))
@@ -288,3 +288,23 @@ def test_events_order_streams():
 
 def test_a_copy_happens_in_its_turn():
     assert ask("deferred")[0] == "2"
+
+
+def test_moods():
+    """The extremes: the compute stream as early as events allow, the others as early as events allow."""
+    assert numbers("moods", 1) == numbers("moods", 4) == [10, 11, 12, 13, 20, 21, 22]
+    assert numbers("moods", 2) == numbers("moods", 5) == [20, 21, 10, 11, 22, 12, 13]
+    assert len({tuple(numbers("moods", seed)) for seed in range(3, 31, 3)}) > 2
+
+
+def test_a_missing_event_shows():
+    right = 0x01010101
+    assert [numbers("copied_in_order", seed) for seed in SEEDS] == [[right]] * len(SEEDS)
+    assert numbers("copied_too_early", 2) == [0] == numbers("read_too_early", 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_questions_are_turns(seed):
+    questions, *order = numbers("questions", seed)
+    assert sorted(order) == [10, 11, 20] and order.index(10) < order.index(11)
+    assert 2 <= questions <= 4 if seed in (0, 3) else 150 < questions <= 210, questions

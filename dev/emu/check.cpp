@@ -96,7 +96,7 @@ struct Bits { // one bit a byte of memory
 };
 
 // ---- what an access is called ------------------------------------------------------------------------------------------
-// Of a load or store: where the call in the library returns to. Of an instruction: its number here, above the top bit.
+// Of a load or store: where the call in this library or program returns to. Of an instruction: its number here, above the top bit.
 struct Instruction {
     Site site;
     const char *what;
@@ -114,7 +114,7 @@ uint32_t instruction_key(Site site, const char *what) {
     return IS_INSTRUCTION | (uint32_t)(instructions.size() - 1);
 }
 
-// This library, as loaded: where its constants are, and where its __shared__ arrays (thread-local storage, see
+// This library or program, as loaded: where its constants are, and where its __shared__ arrays (thread-local storage, see
 // cuda_runtime.h), whose names the symbol table knows.
 struct Image {
     struct Range {
@@ -153,7 +153,8 @@ struct Image {
             this_one |= (uintptr_t)&watch_races >= r.low && (uintptr_t)&watch_races < r.high;
         }
         if (!this_one) return false;
-        base = info.dlpi_addr, path = strdup(info.dlpi_name);
+        base = info.dlpi_addr,
+        path = *info.dlpi_name ? strdup(info.dlpi_name) : realpath("/proc/self/exe", NULL);
         constants = read_only, shared = thread_local_data;
         return true;
     }

@@ -223,7 +223,8 @@ static cublasStatus_t check(const Problem &p, const uint32_t alignment[4]) {
 
     int bias_type = is_fp8(p.A.type) ? CUDA_R_16BF : p.D.type;
     if (has_bias(desc)) {
-        if ((uintptr_t)desc.bias % 16) return CUBLAS_STATUS_INVALID_VALUE; // kernels that read vectors were seen
+        if ((uintptr_t)desc.bias % 16)
+            return CUBLAS_STATUS_INVALID_VALUE; // kernels that read vectors were seen
         if ((desc.bias_type == -1 ? (int)p.D.type : desc.bias_type) != bias_type)
             return CUBLAS_STATUS_NOT_SUPPORTED;
     }

@@ -6,6 +6,7 @@
 //     streams.cpp    streams, events, errors, properties
 //     ptx.h .cpp     the instructions of kernels/ptx.cuh
 //     cublaslt.cpp   matrix products
+//     nccl.cpp       (the program alone) groups of devices, by messages of MPI
 //     check.cpp      (checked build) every access of a kernel: bounds, races, bytes, sectors, bank conflicts
 #ifndef EMU_H
 #define EMU_H
@@ -73,17 +74,29 @@ bool on_device(const void *address, size_t size);
 // Queues work on a stream as a launch does: it runs in its turn, on the host, with the device's memory open, and an
 // error() in it is a device error. `context` stays alive until then: the work frees it.
 void enqueue(CUstream_st *stream, void (*work)(void *context), void *context);
+// The same of work that takes its time: it is called again and again, and meanwhile other streams go on, until it says that
+// it is over.
+void enqueue_long(CUstream_st *stream, bool (*work)(void *context), void *context);
+// The device's turn, while the host waits for something else: one piece of work, if any may run. False: nothing moved.
+bool turn();
+// The host has asked for something else, in vain. After many times with nothing new for the device, that gets a turn.
+void host_polls();
+void idle(); // nothing has moved: leave the core to others for a moment
 
 // ---- between launch.cpp, order.cpp, memory.cpp and streams.cpp -------------------------------------------
 void begin_launch(const char *kernel); // random_bits() start anew
 void end_launch();
-uint32_t random_order();                  // random_bits(), or 0 where the natural order is asked for
-const char *short_name(const char *file); // without "./"
-bool in_kernel();                         // a thread of a kernel runs, not the host
-bool failed();                            // a device error has happened
+uint32_t random_order(); // random_bits(), or 0 where the natural order is asked for
+// In which order streams go on (streams.cpp): seed 0; of the seeds modulo 3: 1, 2, 0.
+enum Mood { NATURAL, OTHERS_LATE, OTHERS_EARLY, ANY_ORDER };
+Mood mood();
+double setting(const char *name, double otherwise); // a number in the environment
+const char *short_name(const char *file);           // without "./"
+bool in_kernel();                                   // a thread of a kernel runs, not the host
+bool failed();                                      // a device error has happened
 // It happens: error() but for the way out of a kernel.
 [[gnu::format(printf, 1, 2)]] void fail(const char *format, ...);
-void open_memory(bool open);                      // to accesses
+void open_memory(bool open);                      // to accesses: the device's turn begins, or is over
 void check_slack(const char *kernel);             // has it written between allocations?
 bool untouched(const void *from, const void *to); // all bytes are still 0xff
 void free_all();

@@ -203,7 +203,8 @@ void fiber_main(transfer_t from) {
 __shared__ char in_shared_memory;
 size_t smem_used = MOST_SMEM; // of the dynamic array, which is 0xff from there on
 
-// All static __shared__ variables are this library's thread-local storage, which exists once one has been touched.
+// All static __shared__ variables are the thread-local storage of this library or program, which exists once one has been
+// touched.
 int find_static_shared(struct dl_phdr_info *info, size_t, void *in_it) {
     char *low = (char *)info->dlpi_tls_data;
     for (int i = 0; i < info->dlpi_phnum; i++) {

@@ -5,7 +5,15 @@
 // An allocation ends, but for up to 255 bytes, where a page without access begins. What is left of its pages is filled with
 // 0xff and looked at after each kernel; new memory is 0xff too, which is NaN. All of it can be touched only while a kernel
 // or a copy runs: a host that follows a device pointer gets a SIGSEGV, with a word on why. Addresses are used once.
+//
+// It is opened by need: the first access of a kernel or copy to an allocation faults, the handler opens the allocation and
+// the access is tried again; when the host goes on, what was opened is closed. So a turn of the device costs the few
+// allocations that it touches (5 to 80 us each, by size), however many there are, and one in which nothing runs nothing.
+//
+// Host memory of a copy is read or written when the copy's turn comes, pinned or not. (NVIDIA's cudaMemcpyAsync has read
+// pageable memory when it returns. A program may not count on that for pinned memory, so none is let to.)
 #include <cuda_runtime.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,18 +21,33 @@
 #include <ucontext.h>
 #include <unistd.h>
 #include <map>
+#include <vector>
 
 namespace emu {
 namespace {
 
-enum : size_t { PAGE = 4096, ARENA = (size_t)1 << 44, DEVICE_MEMORY = (size_t)80 << 30 };
+enum : size_t { PAGE = 4096, ARENA = (size_t)1 << 44, CONTEXT = 500000000 }; // which a process takes for itself
 
 struct Allocation {
     char *pages, *end; // from its first page to the end of its last
     size_t size;
+    bool open;
 };
 std::map<char *, Allocation> allocations; // by first byte
+std::vector<char *> opened;               // of these, since the device's turn began
 char *arena, *arena_free;
+size_t allocated;
+bool device_runs; // on this thread:
+pthread_t device_thread;
+
+size_t device_memory() {
+    static const size_t bytes = (size_t)(setting("EMU_MEMORY", 80) * 1e9);
+    return bytes;
+}
+size_t memory_left() {
+    size_t taken = CONTEXT + allocated;
+    return device_memory() > taken ? device_memory() - taken : 0;
+}
 
 bool in_arena(const void *p) {
     return arena && p >= arena && p < arena + ARENA;
@@ -34,6 +57,20 @@ bool in_arena(const void *p) {
 std::map<char *, Allocation>::iterator before(const void *address) {
     auto a = allocations.upper_bound((char *)address);
     return a == allocations.begin() ? allocations.end() : --a;
+}
+
+// Opens the allocation whose pages hold this address, if there is one and it is closed.
+bool open_at(const void *address) {
+    auto a = allocations.upper_bound((char *)address);
+    if (a == allocations.end() || address < a->second.pages) { // not in the slack before its first byte
+        if (a == allocations.begin()) return false;
+        --a;
+    }
+    Allocation &it = a->second;
+    if (address < it.pages || address >= it.end || it.open) return false;
+    it.open = !mprotect(it.pages, (size_t)(it.end - it.pages), PROT_READ | PROT_WRITE);
+    if (it.open) opened.push_back(a->first);
+    return it.open;
 }
 
 // ---- faults ----------------------------------------------------------------------------------------------
@@ -53,11 +90,14 @@ void after_fault() {
     error({}, "access to %p, which is no device memory", (const void *)fault_address);
 }
 
-// A kernel goes on in after_fault(), on a stack that is good, and there leaves the launch. The host is told what it did.
+// The device is let in. Else a kernel goes on in after_fault(), on a stack that is good, and there leaves the launch; the
+// host is told what it did.
 void on_fault(int, siginfo_t *info, void *context) {
     fault_address = (const char *)info->si_addr;
     fault_alignment = info->si_code == SI_KERNEL; // x86 names no address then
-    if (in_kernel()) {
+    bool device = device_runs && pthread_equal(pthread_self(), device_thread);
+    if (device && !fault_alignment && open_at(fault_address)) return; // and the access is tried again
+    if (device && in_kernel()) {
         mcontext_t &m = ((ucontext_t *)context)->uc_mcontext;
         uintptr_t stack = ((uintptr_t)fault_stack + sizeof fault_stack - 64) & ~(uintptr_t)63;
 #ifdef __x86_64__
@@ -95,6 +135,7 @@ void start() {
 void give_back(std::map<char *, Allocation>::iterator a) {
     watch_free(a->first);
     madvise(a->second.pages, (size_t)(a->second.end - a->second.pages), MADV_DONTNEED);
+    allocated -= a->second.size;
     allocations.erase(a);
 }
 
@@ -129,8 +170,15 @@ cudaError_t copy(Copy c, cudaStream_t stream) {
 
 void open_memory(bool open) {
     start();
-    for (auto &[start, a] : allocations)
-        mprotect(a.pages, (size_t)(a.end - a.pages), open ? PROT_READ | PROT_WRITE : PROT_NONE);
+    device_runs = open;
+    device_thread = pthread_self();
+    if (open) return;
+    for (char *start : opened) {
+        Allocation &a = allocations[start];
+        mprotect(a.pages, (size_t)(a.end - a.pages), PROT_NONE);
+        a.open = false;
+    }
+    opened.clear();
 }
 
 bool on_device(const void *address, size_t size) {
@@ -144,7 +192,8 @@ bool untouched(const void *from, const void *to) {
 }
 
 void check_slack(const char *kernel) {
-    for (auto &[start, a] : allocations) {
+    for (char *start : opened) { // nothing else can have been written
+        const Allocation &a = allocations[start];
         const char *where = !untouched(start + a.size, a.end) ? "past the end of"
                             : !untouched(a.pages, start)      ? "before the start of"
                                                               : NULL;
@@ -166,13 +215,15 @@ cudaError_t cudaMalloc(void **p, size_t size) {
     if (size == 0 || failed()) return status();
     size_t rounded = (size + 255) / 256 * 256, bytes = (rounded + PAGE - 1) / PAGE * PAGE;
     char *pages = arena_free + PAGE, *end = pages + bytes;
-    if (size > DEVICE_MEMORY || end > arena + ARENA || mprotect(pages, bytes, PROT_READ | PROT_WRITE))
-        return refuse(cudaErrorMemoryAllocation, "no %zu bytes of device memory are left", size);
+    if (size > memory_left() || end > arena + ARENA || mprotect(pages, bytes, PROT_READ | PROT_WRITE))
+        return refuse(cudaErrorMemoryAllocation, "no %zu bytes of device memory are left: %zu are, of %zu",
+                      size, memory_left(), device_memory());
     madvise(pages, bytes, MADV_HUGEPAGE); // a large one is opened and closed 2 MB at a time
     memset(pages, 0xff, bytes);
     mprotect(pages, bytes, PROT_NONE);
     *p = end - rounded;
-    allocations[end - rounded] = {pages, end, size};
+    allocations[end - rounded] = {pages, end, size, false};
+    allocated += size;
     arena_free = end;
     watch_alloc(*p, size);
     return cudaSuccess;
@@ -197,8 +248,7 @@ cudaError_t cudaFreeHost(void *p) {
 }
 
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    *free = *total = DEVICE_MEMORY;
-    for (auto &[start, a] : allocations) *free -= std::min(*free, a.size);
+    *free = memory_left(), *total = device_memory();
     return cudaSuccess;
 }
 

@@ -55,6 +55,19 @@ uint32_t random_bits() { // splitmix64 (Steele et al. 2014)
 uint32_t random_order() {
     return seed & 0xffff ? random_bits() : 0;
 }
+Mood mood() {
+    uint32_t s = seed & 0xffff;
+    return !s ? NATURAL : s % 3 == 1 ? OTHERS_LATE : s % 3 == 2 ? OTHERS_EARLY : ANY_ORDER;
+}
+
+double setting(const char *name, double otherwise) {
+    const char *text = getenv(name);
+    if (!text || !*text) return otherwise;
+    char *end;
+    double value = strtod(text, &end);
+    if (*end || !(value >= 0)) fprintf(stderr, "%s=%s is not a number\n", name, text), exit(2);
+    return value;
+}
 
 const char *short_name(const char *file) {
     return file[0] == '.' && file[1] == '/' ? file + 2 : file;

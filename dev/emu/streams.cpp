@@ -1,24 +1,43 @@
 // What the host asks of a device that is not memory: streams, events, errors, properties, leave to launch.
 //
-// A stream is a queue. Nothing in it runs before somebody waits for it; then the next piece of work is the first of any
-// stream, whichever the seed picks, if the events it waits for have happened and the default stream allows.
+// A stream is a queue. Nothing in it runs before somebody waits for something (then all that is needed for it runs, and what
+// comes first), or asks whether something is done (then one piece of work runs, so that a loop of questions ends). Which
+// stream goes on, of those that may, is the mood of the seed. The first stream that was made, and the default one, are where
+// a program computes; the extremes are
+//
+//     OTHERS_LATE    it computes for as long as events allow, and only then the other streams go on: whoever reads
+//                    before it has waited reads what was there before
+//     OTHERS_EARLY   the others go on first: what they should have waited for has not happened
+//     ANY_ORDER      neither
+//
+// so that a missing event shows in one of the first two, whenever the pieces that it should have ordered are queued together.
+// That they are is helped by patience: there a question starts something only after many with nothing new queued between, as
+// in a loop that waits, and not in a program that looks up now and then from its queueing.
 #include <cuda_runtime.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
 #include <deque>
 #include <map>
 #include <vector>
 
 struct CUevent_st {
+    bool timed;
     uint64_t recorded, happened; // cudaEventRecord has been called so often, and been reached by a stream
-    double ms;                   // when it was
+    double ms;                   // when it was reached last, on the host's CLOCK_MONOTONIC
+    size_t uses;                 // in queues
+    bool destroyed;              // and goes with its last use
 };
 
 struct Work {
-    uint64_t number;     // of all, in the order of the calls
-    void (*run)(void *); // NULL: `event` happens for the count'th time, or is waited for
+    uint64_t number;       // of all, in the order of the calls
+    void (*run)(void *);   // at once,
+    bool (*go_on)(void *); // or in turns; both NULL:
     void *context;
-    CUevent_st *event;
+    CUevent_st *event; // happens for the count'th time, or is waited for
     uint64_t count;
     bool wait;
 };
@@ -26,20 +45,22 @@ struct Work {
 struct CUstream_st {
     bool blocking; // takes turns with the default stream, in the order of the calls
     std::deque<Work> queue;
+    bool destroyed; // and goes when it is empty
 };
 
 namespace emu {
 namespace {
 
-CUstream_st default_stream = {true, {}};
-std::vector<CUstream_st *> streams = {&default_stream};
+CUstream_st default_stream = {true, {}, false};
+std::vector<CUstream_st *> streams = {&default_stream}; // then in the order in which they were made
 uint64_t works;
-double clock_ms; // a millisecond a piece of work
+enum { PATIENCE = 200 };
+unsigned idle_turns, polls; // questions since the host has queued something
 
 bool sticky;
 cudaError_t last_error;
 char message[1500];
-int arch = 90;
+int arch = (int)setting("EMU_ARCH", 90), devices = (int)setting("EMU_DEVICES", 8), device;
 std::map<const void *, size_t> asked_smem; // of cudaFuncSetAttribute
 
 size_t most_smem() { // of a block, where it is asked for (CUDA C++ Programming Guide, "Compute Capabilities")
@@ -63,30 +84,97 @@ bool may_run(const CUstream_st *s) {
     return true;
 }
 
-// Runs what may run, in some order, until it is done.
+double now_ms() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
+}
+
+// The first of a stream's queue is over.
+void pop(CUstream_st *s) {
+    CUevent_st *event = s->queue.front().event;
+    s->queue.pop_front();
+    if (event && --event->uses == 0 && event->destroyed) delete event;
+}
+
+// Events take no time: they happen, and are waited for, as soon as the work before them is done.
+void pass_events() {
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (CUstream_st *s : streams)
+            while (may_run(s) && s->queue.front().event) {
+                const Work &work = s->queue.front();
+                if (!work.wait && work.event->happened < work.count)
+                    work.event->happened = work.count, work.event->ms = now_ms();
+                pop(s);
+                moved = true;
+            }
+    }
+    for (size_t i = streams.size(); i-- > 1;)
+        if (streams[i]->destroyed && (streams[i]->queue.empty() || failed()))
+            delete streams[i], streams.erase(streams.begin() + (ptrdiff_t)i);
+}
+
+// The streams that may go on, the one whose turn it is first.
+std::vector<CUstream_st *> in_turn() {
+    std::vector<CUstream_st *> computing, others, all;
+    for (size_t i = 0; i < streams.size(); i++)
+        if (may_run(streams[i])) (i < 2 ? computing : others).push_back(streams[i]);
+    if (mood() == OTHERS_EARLY) {
+        all.assign(others.rbegin(), others.rend());
+        all.insert(all.end(), computing.begin(), computing.end());
+        return all;
+    }
+    all = computing;
+    all.insert(all.end(), others.begin(), others.end());
+    if (mood() == ANY_ORDER && all.size() > 1)
+        std::rotate(all.begin(), all.begin() + (ptrdiff_t)(random_order() % all.size()), all.end());
+    return all;
+}
+
+// One piece of work. False: nothing has moved, for all that may go on waits for other processes.
+bool step() {
+    pass_events();
+    std::vector<CUstream_st *> ready = in_turn();
+    if (ready.empty())
+        for (const CUstream_st *s : streams)
+            if (!s->queue.empty()) {
+                error({}, "deadlock: every stream waits for an event");
+                return false;
+            }
+    for (CUstream_st *s : ready) {
+        Work work = s->queue.front();
+        if (work.run) {
+            pop(s);
+            work.run(work.context);
+        } else if (!work.go_on(work.context)) {
+            if (failed()) return false;
+            continue;
+        } else
+            pop(s);
+        pass_events();
+        idle_turns = 0;
+        return true;
+    }
+    return false;
+}
+
 template <typename Done> cudaError_t run_until(Done done) {
     if (!failed() && !done()) {
         open_memory(true);
-        while (!failed() && !done()) {
-            std::vector<CUstream_st *> ready;
-            for (CUstream_st *s : streams)
-                if (may_run(s)) ready.push_back(s);
-            if (ready.empty()) {
-                error({}, "deadlock: every stream waits for an event");
-                break;
-            }
-            CUstream_st *s = ready[random_order() % ready.size()];
-            Work work = s->queue.front();
-            s->queue.pop_front();
-            clock_ms++;
-            if (work.run)
-                work.run(work.context);
-            else if (!work.wait)
-                work.event->happened = std::max(work.event->happened, work.count), work.event->ms = clock_ms;
-        }
+        pass_events();
+        while (!failed() && !done())
+            if (!step() && !failed()) idle();
         open_memory(false);
     }
     return status();
+}
+
+// The host asks: the device gets a turn, if it is not done.
+template <typename Done> cudaError_t query(Done done) {
+    bool patient = mood() == OTHERS_LATE || mood() == OTHERS_EARLY;
+    if (!failed() && !done() && (!patient || ++polls > PATIENCE)) turn();
+    return failed() || done() ? status() : cudaErrorNotReady;
 }
 
 CUstream_st *stream_of(cudaStream_t stream) {
@@ -94,8 +182,10 @@ CUstream_st *stream_of(cudaStream_t stream) {
 }
 
 cudaError_t add(cudaStream_t stream, Work work) {
+    polls = 0;
     work.number = ++works;
     if (!failed()) stream_of(stream)->queue.push_back(work);
+    if (!failed() && work.event) work.event->uses++;
     return status();
 }
 
@@ -133,7 +223,29 @@ cudaError_t refuse(cudaError_t error, const char *format, ...) {
 }
 
 void enqueue(cudaStream_t stream, void (*run)(void *), void *context) {
-    add(stream, {0, run, context, NULL, 0, false});
+    add(stream, {0, run, NULL, context, NULL, 0, false});
+}
+void enqueue_long(cudaStream_t stream, bool (*go_on)(void *), void *context) {
+    add(stream, {0, NULL, go_on, context, NULL, 0, false});
+}
+
+bool turn() {
+    if (failed()) return false;
+    open_memory(true);
+    bool moved = step();
+    open_memory(false);
+    return moved;
+}
+
+void host_polls() {
+    if (++polls > PATIENCE) turn();
+}
+
+void idle() {
+    if (++idle_turns < 100)
+        sched_yield();
+    else
+        usleep(50);
 }
 
 Bounds::Bounds(const char *kernel, size_t threads, size_t, const char *file) {
@@ -176,6 +288,17 @@ cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int
 
 } // namespace emu
 
+// What kernels/matmul.cu holds, for kernels that are tried without it.
+static void print_and_exit(const char *file, int line, const char *call, const char *words, int) {
+    fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, words);
+    exit(3);
+}
+extern "C" {
+extern void (*kernels_fail)(const char *file, int line, const char *call, const char *words, int error);
+__attribute__((weak)) void (*kernels_fail)(const char *file, int line, const char *call, const char *words,
+                                           int error) = print_and_exit;
+}
+
 using namespace emu;
 
 // ---- errors ----------------------------------------------------------------------------------------------
@@ -193,7 +316,9 @@ const char *cudaGetErrorName(cudaError_t error) {
         {cudaErrorInvalidValue, "cudaErrorInvalidValue"},
         {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation"},
         {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration"},
+        {cudaErrorNoDevice, "cudaErrorNoDevice"},
         {cudaErrorInvalidDevice, "cudaErrorInvalidDevice"},
+        {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle"},
         {cudaErrorNotReady, "cudaErrorNotReady"},
         {cudaErrorLaunchFailure, "cudaErrorLaunchFailure"},
     };
@@ -209,21 +334,26 @@ extern "C" void emu_set_arch(int sm) {
     arch = sm;
 }
 cudaError_t cudaGetDeviceCount(int *count) {
-    *count = 1;
+    *count = devices;
+    return devices ? cudaSuccess : refuse(cudaErrorNoDevice, "this host has no device: EMU_DEVICES=0");
+}
+cudaError_t cudaGetDevice(int *number) {
+    *number = device;
     return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int *device) {
-    *device = 0;
-    return cudaSuccess;
+cudaError_t cudaSetDevice(int number) {
+    if (number < 0 || number >= devices)
+        return refuse(cudaErrorInvalidDevice, "device %d: this host has %d (EMU_DEVICES)", number, devices);
+    device = number;
+    return status();
 }
-cudaError_t cudaSetDevice(int device) {
-    return device ? refuse(cudaErrorInvalidDevice, "device %d: there is one device", device) : status();
-}
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int number) {
     size_t free, total;
     cudaMemGetInfo(&free, &total);
-    *p = {"emulated", total, SMEM_UNASKED, most_smem(), most_smem() + 1024, arch / 10, arch % 10, 132,
-          32,         1024,  2048,         50 << 20};
+    *p = {"emulated", {}, total, SMEM_UNASKED, most_smem(), most_smem() + 1024, arch / 10, arch % 10,
+          132,        32, 1024,  2048,         50 << 20};
+    gethostname(p->uuid.bytes, sizeof p->uuid.bytes - 1); // of this host alone
+    p->uuid.bytes[15] = (char)number;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
@@ -247,7 +377,8 @@ cudaError_t cudaDeviceSynchronize() {
 }
 cudaError_t cudaDeviceReset() {
     cudaDeviceSynchronize();
-    for (CUstream_st *s : streams) s->queue.clear();
+    for (CUstream_st *s : streams)
+        while (!s->queue.empty()) pop(s);
     free_all();
     sticky = false;
     last_error = cudaSuccess;
@@ -257,51 +388,54 @@ cudaError_t cudaDeviceReset() {
 
 // ---- streams ---------------------------------------------------------------------------------------------
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
-    streams.push_back(*stream = new CUstream_st{flags != cudaStreamNonBlocking, {}});
+    streams.push_back(*stream = new CUstream_st{flags != cudaStreamNonBlocking, {}, false});
     return status();
 }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) {
     return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    cudaStreamSynchronize(stream);
-    streams.erase(std::find(streams.begin(), streams.end(), stream));
-    delete stream;
+    stream->destroyed = true; // what is in it still runs
+    pass_events();
     return status();
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return run_until([stream] { return stream_of(stream)->queue.empty(); });
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    return failed() || stream_of(stream)->queue.empty() ? status() : cudaErrorNotReady;
+    return query([stream] { return stream_of(stream)->queue.empty(); });
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-    return add(stream, {0, NULL, NULL, event, event->recorded, true});
+    return add(stream, {0, NULL, NULL, NULL, event, event->recorded, true});
 }
 
 // ---- events ----------------------------------------------------------------------------------------------
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     *event = new CUevent_st();
+    (*event)->timed = !(flags & cudaEventDisableTiming);
     return status();
 }
 cudaError_t cudaEventCreate(cudaEvent_t *event) {
     return cudaEventCreateWithFlags(event, cudaEventDefault);
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    cudaDeviceSynchronize(); // streams may wait for it
-    delete event;
+    event->destroyed = true; // streams may wait for it
+    if (!event->uses) delete event;
     return status();
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    return add(stream, {0, NULL, NULL, event, ++event->recorded, false});
+    return add(stream, {0, NULL, NULL, NULL, event, ++event->recorded, false});
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return run_until([event] { return event->happened >= event->recorded; });
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    return failed() || event->happened >= event->recorded ? status() : cudaErrorNotReady;
+    return query([event] { return event->happened >= event->recorded; });
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) {
+    if (!start->timed || !end->timed || !start->recorded || !end->recorded)
+        return refuse(cudaErrorInvalidResourceHandle,
+                      "cudaEventElapsedTime: an event that was not recorded, or not made for timing");
     if (start->happened < start->recorded || end->happened < end->recorded) return cudaErrorNotReady;
     *ms = (float)(end->ms - start->ms);
     return status();

@@ -5,10 +5,12 @@
 //
 // A thread is a fiber of launch.cpp, and threadIdx a variable that launch.cpp sets whenever another thread goes on.
 // Shared memory is thread-local storage of the host's one thread: the only kind of static data that gcc and clang both
-// put in one place for templates too, so that it can be poisoned. (So nothing else in this library may be thread-local.)
+// put in one place for templates too, so that it can be poisoned. (So nothing else in this library or program may be
+// thread-local.)
 #ifndef EMU_CUDA_RUNTIME_H
 #define EMU_CUDA_RUNTIME_H
 
+#include <cuda_runtime_api.h>
 #include <limits.h>
 #include <math.h>
 #include <stdint.h>
@@ -70,68 +72,8 @@ extern const __attribute__((visibility("hidden"))) dim3 blockDim, gridDim;
 #endif
 static const int warpSize = 32;
 
-// ---- the runtime, in memory.cpp and streams.cpp ----------------------------------------------------------
+// ---- the runtime: what C++ adds to cuda_runtime_api.h -----------------------------------------------------
 // clang-format off
-typedef enum {
-    cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInvalidConfiguration = 9,
-    cudaErrorInvalidDevice = 101, cudaErrorNotReady = 600, cudaErrorLaunchFailure = 719,
-} cudaError_t;
-typedef enum {
-    cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault
-} cudaMemcpyKind;
-enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
-enum { cudaEventDefault = 0, cudaEventDisableTiming = 2 };
-enum cudaFuncAttribute {
-    cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9
-};
-enum cudaDeviceAttr {
-    cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75,
-    cudaDevAttrComputeCapabilityMinor = 76, cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
-};
-struct cudaDeviceProp {
-    char name[256];
-    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
-    int major, minor, multiProcessorCount, warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor, l2CacheSize;
-};
-typedef struct CUstream_st *cudaStream_t;
-typedef struct CUevent_st *cudaEvent_t;
-
-extern "C" {
-cudaError_t cudaGetLastError();
-cudaError_t cudaPeekAtLastError();
-const char *cudaGetErrorString(cudaError_t error);
-const char *cudaGetErrorName(cudaError_t error);
-cudaError_t cudaGetDeviceCount(int *count);
-cudaError_t cudaGetDevice(int *device);
-cudaError_t cudaSetDevice(int device);
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device);
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
-cudaError_t cudaDeviceSynchronize();
-cudaError_t cudaDeviceReset(); // frees all memory, and here it also ends a device error
-cudaError_t cudaMalloc(void **p, size_t size);
-cudaError_t cudaFree(void *p);
-cudaError_t cudaMallocHost(void **p, size_t size);
-cudaError_t cudaFreeHost(void *p);
-cudaError_t cudaMemGetInfo(size_t *free, size_t *total);
-cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind);
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = NULL);
-cudaError_t cudaMemset(void *to, int byte, size_t size);
-cudaError_t cudaMemsetAsync(void *to, int byte, size_t size, cudaStream_t stream = NULL);
-cudaError_t cudaStreamCreate(cudaStream_t *stream);
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
-cudaError_t cudaStreamDestroy(cudaStream_t stream);
-cudaError_t cudaStreamSynchronize(cudaStream_t stream);
-cudaError_t cudaStreamQuery(cudaStream_t stream);
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
-cudaError_t cudaEventCreate(cudaEvent_t *event);
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
-cudaError_t cudaEventDestroy(cudaEvent_t event);
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = NULL);
-cudaError_t cudaEventSynchronize(cudaEvent_t event);
-cudaError_t cudaEventQuery(cudaEvent_t event);
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end); // emulated: one for each piece of work
-}
 template <typename T> static inline cudaError_t cudaMalloc(T **p, size_t size) { return cudaMalloc((void **)p, size); }
 template <typename T> static inline cudaError_t cudaMallocHost(T **p, size_t size) { return cudaMallocHost((void **)p, size); }
 // clang-format on
