@@ -22,22 +22,31 @@ def stop(message):
     sys.exit(2)
 
 
-def begin(doc, **numbers):
+def begin(doc, trains=True, **numbers):
     """The command line of a lab, with numbers of its own: name=help. Goes on in build/venv where only that can draw."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small and short: to see that it runs")
-    parser.add_argument("--data", metavar="FILE", help="a text of your own to train on")
+    if trains:
+        parser.add_argument("--data", metavar="FILE", help="a text of your own to train on")
     for name, words in numbers.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=words)
     parser.add_argument("--out", metavar="DIR", type=pathlib.Path, default=ROOT / "build/labs")
     a = parser.parse_args()
     go_where_matplotlib_is()
-    if not PROGRAM.exists():
-        stop(f"no {PROGRAM.relative_to(ROOT)}: run make first")
+    if trains and not PROGRAM.exists():
+        stop(f"no {PROGRAM.relative_to(ROOT)}: run make DEVICE=cpu first")
     a.out.mkdir(parents=True, exist_ok=True)
     sys.stdout.reconfigure(line_buffering=True)
     print(doc.strip().split("\n")[0])
     return a
+
+
+def go_where_it_is(module):
+    """Goes on in another Python of this machine that has the module; returns where there is none."""
+    for python in str(ROOT / "build/venv/bin/python"), "/usr/bin/python3":
+        if python != sys.executable and os.path.exists(python):
+            if subprocess.run([python, "-c", f"import {module}"], stderr=subprocess.DEVNULL).returncode == 0:
+                os.execv(python, [python, *sys.argv])
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -49,6 +58,7 @@ class Run:
         end = log[-1]
         self.start = log[0]
         self.loss = [e["loss"] for e in steps]
+        self.norm = [e["grad_norm"] for e in steps]
         self.ms = median([e["ms"] for e in steps[1:] or steps])  # the first step warms up
         self.tokens_per_s = 1e3 * self.start["tokens_per_step"] / self.ms
         self.memory = end["memory"][0]
@@ -68,13 +78,19 @@ def execute(command):
     return done.stdout
 
 
-def train(a, *flags, ranks=1, launcher=()):
+def make(*options):
+    """The last of these options is a file: make brings it up to date."""
+    execute(["make", "-s", *options])
+    return ROOT / options[-1]
+
+
+def train(a, *flags, ranks=1, launcher=(), program=PROGRAM):
     """Runs ./train with these flags: by itself, or as what the launcher's words begin."""
     own = ["--ranks", ranks] if ranks > 1 and not launcher else []
     data = ["--data", pathlib.Path(a.data).resolve()] if a.data else []
     with tempfile.TemporaryDirectory() as place:
         log = pathlib.Path(place) / "log.jsonl"
-        command = [*launcher, PROGRAM, *own, *data, *flags, "--eval-batches", 1, "--peak-tflops", 1, "--quiet", "--log", log]
+        command = [*launcher, program, *own, *data, *flags, "--eval-batches", 1, "--peak-tflops", 1, "--quiet", "--log", log]
         execute(command)
         return Run([json.loads(line) for line in log.read_text().splitlines()])
 
