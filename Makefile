@@ -7,10 +7,14 @@
 # make kernels DEVICE=cpu|emu|cuda   the kernels alone, as a library (tests, dev/bench); emu: CUDA sources on a CPU, dev/emu
 # make emu-kernel K=layernorm        what one CUDA kernel moves and does, counted without a GPU
 #
-# DEVICE=cpu   PRECISION=fp32|bf16   MPI=1|0   SANITIZE=address,undefined   CHECKED=0|1 (emu: watch every access)
+# DEVICE=cpu|cuda|emu (else cuda where nvcc and a GPU are found)   PRECISION=fp32|bf16 (else bf16 on cuda)   MPI=1|0
+# SANITIZE=address,undefined   CHECKED=0|1 (emu: watch every access)
 
-DEVICE    ?= cpu
-PRECISION ?= fp32
+NVCC      ?= nvcc
+ifndef DEVICE
+DEVICE    := $(if $(and $(shell command -v $(NVCC)),$(shell nvidia-smi -L 2>/dev/null)),cuda,cpu)
+endif
+PRECISION ?= $(if $(filter cuda,$(DEVICE)),bf16,fp32)
 MPI       ?= 1
 SANITIZE  ?=
 CHECKED   ?= 0
@@ -24,9 +28,10 @@ endif
 
 BUILD := build/$(DEVICE)-$(PRECISION)$(if $(filter 0,$(MPI)),-nompi)$(if $(SANITIZE),-sanitized)$(if $(filter 1,$(CHECKED)),-checked)
 
+packages := $(if $(filter cpu,$(DEVICE)),openblas) libcjson
 CFLAGS := -I. -std=c11 -D_GNU_SOURCE -O3 -g -march=native -fno-math-errno -fno-trapping-math -fopenmp \
-          -Wall -Wextra -Werror $(CFLAGS_MORE) -MMD -MP $(shell pkg-config --cflags openblas libcjson 2>/dev/null)
-LIBS   := $(or $(shell pkg-config --libs openblas libcjson 2>/dev/null),-lopenblas -lcjson) -lm
+          -Wall -Wextra -Werror $(CFLAGS_MORE) -MMD -MP $(shell pkg-config --cflags $(packages) 2>/dev/null)
+LIBS   := $(or $(shell pkg-config --libs $(packages) 2>/dev/null),$(if $(filter cpu,$(DEVICE)),-lopenblas) -lcjson) -lm
 ifeq ($(PRECISION),bf16)
 CFLAGS += -DPRECISION_BF16
 endif
@@ -39,25 +44,30 @@ CFLAGS += -Wno-pass-failed -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno
 endif
 
 # ---- the program -------------------------------------------------------------------------------------------------------
-library := $(patsubst %.c,$(BUILD)/%.o,$(wildcard kernels/*.c runtime/*.c))
-objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(library)
+# Of the device: its half of the kernels, and of runtime/.
+cuda_sources := $(wildcard kernels/*.cu)
+cuda_kernels := $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources))
+halves       := runtime/device_cpu.c runtime/comm_cpu.c runtime/device_cuda.c runtime/comm_cuda.c
+runtime      := $(filter-out $(halves),$(wildcard runtime/*.c)) $(filter %_$(if $(filter cpu,$(DEVICE)),cpu,cuda).c,$(halves))
+library      := $(runtime:%.c=$(BUILD)/%.o) $(if $(filter cpu,$(DEVICE)),$(patsubst %.c,$(BUILD)/%.o,$(wildcard kernels/*.c)),$(cuda_kernels))
+ifeq ($(DEVICE),emu) # and what plays the GPU; NCCL, which MPI answers, in the program alone
+emulator := $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out dev/emu/nccl.cpp $(if $(filter 0,$(CHECKED)),dev/emu/check.cpp),\
+            $(wildcard dev/emu/*.cpp)))
+library  += $(emulator) $(if $(filter 1,$(MPI)),$(BUILD)/dev/emu/nccl.o)
+endif
+objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/fp8_linear.o $(library)
 faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather matmul_backward_weight adamw_update connect send MPI_Abort
 text    := build/repository.txt # what a bare ./train learns: this repository
 prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/* runtime/*.[ch] tests/*.c tests/*.cu tests/*.py dev/*.md \
                              dev/*.html dev/*.py dev/*.sh dev/*/*.md dev/*/*.py dev/*/*.sh dev/*/*.cpp dev/emu/*.h))
 
 all: train
-ifeq ($(DEVICE),cpu)
 train: $(BUILD)/train $(text) # ./train is the last built
 	@ln -sf $< $@
-else
-train:
-	$(error the program on DEVICE=$(DEVICE) is not here yet, only its kernels are: make kernels DEVICE=$(DEVICE))
-endif
 
 $(BUILD)/train: $(objects)
 	@echo "  link $@"
-	@$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+	@$(CC) $(CFLAGS) $(filter %.o,$^) -o $@ $(LIBS)
 
 $(BUILD)/train_gpt2.o: train_gpt2.cu
 	@echo "  cc   $<"
@@ -81,7 +91,6 @@ $(text): $(prose)
 	@cat $^ > $@
 
 # ---- the kernels alone, as a library ---------------------------------------------------------------------------------
-cuda_sources := $(wildcard kernels/*.cu)
 kernels: $(BUILD)/libkernels.so
 
 ifeq ($(DEVICE),cpu)
@@ -100,10 +109,10 @@ EMUFLAGS := -I. -std=gnu++17 -DEMU -fPIC -fno-semantic-interposition -gdwarf-4 -
 # Every access of a kernel stays one call of check.cpp: no vectors of scalars, no loop that becomes memcpy.
 WATCHED  := $(if $(filter 1,$(CHECKED)),-O1 -fno-tree-sra -fno-tree-vectorize -fno-store-merging \
             -fno-tree-loop-distribute-patterns -fsanitize=thread,-O2 -ftrivial-auto-var-init=pattern)
-emulator := $(patsubst %.cpp,$(BUILD)/%.o,$(if $(filter 1,$(CHECKED)),$(wildcard dev/emu/*.cpp),\
-            $(filter-out dev/emu/check.cpp,$(wildcard dev/emu/*.cpp))))
+LIBS     += -lboost_context -lstdc++
+$(BUILD)/runtime/%_cuda.o: CFLAGS += -Idev/emu/include
 
-$(BUILD)/libkernels.so: $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)) $(emulator)
+$(BUILD)/libkernels.so: $(cuda_kernels) $(emulator)
 	@echo "  link $@"
 	@$(CXX) -shared $^ -o $@ -lboost_context
 
@@ -114,7 +123,7 @@ $(BUILD)/%.cpp: %.cu
 	@tr '\n' ' ' < $< | grep -oE '__launch_bounds__\([^()]+\) +\w+\(' | \
 	 sed 's/__launch_bounds__(\(.*\)) *\(\w*\)(/static const emu::Bounds bounds_of_\2("\2", \1);/' >> $@
 
-$(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)): $(BUILD)/%.o: $(BUILD)/%.cpp # not from the .c
+$(cuda_kernels): $(BUILD)/%.o: $(BUILD)/%.cpp # not from the .c
 	@echo "  emu  $*.cu"
 	@$(CXX) $(EMUFLAGS) -Idev/emu/include $(WATCHED) -c $< -o $@
 
@@ -122,38 +131,38 @@ $(BUILD)/dev/emu/%.o: dev/emu/%.cpp
 	@echo "  c++  $<"
 	@mkdir -p $(@D)
 	@$(CXX) $(EMUFLAGS) -Idev/emu/include -O2 -c $< -o $@
+$(BUILD)/dev/emu/nccl.o: EMUFLAGS += -DOMPI_SKIP_MPICXX $(filter -I%,$(CFLAGS))
 endif
 
 ifeq ($(DEVICE),cuda)
 # The card that is here, or all that the release is for: sm_80, sm_89, sm_90a, and PTX that newer cards compile.
-NVCC      ?= nvcc
 , := ,
 ifndef CUDA_ARCH
 CUDA_ARCH := $(if $(shell nvidia-smi -L 2>/dev/null),-arch=native,$(foreach a,80 89 90a,-gencode=arch=compute_$a$(,)code=sm_$a) \
              $(foreach a,80 89,-gencode=arch=compute_$a$(,)code=compute_$a))
 endif
 # The toolkit's libraries are found again when the program runs, wherever it is installed.
-CUDA_LIB  := $(abspath $(dir $(shell command -v $(NVCC)))../lib64)
+CUDA_LIB  := $(abspath $(dir $(realpath $(shell command -v $(NVCC))))../lib64)
 NVCCFLAGS := -I. -std=c++17 -O3 -lineinfo -Werror all-warnings -Xptxas -warn-spills,-warn-lmem-usage -Xcompiler -fPIC,-Wall,-Wextra,-Werror \
              $(if $(filter bf16,$(PRECISION)),-DPRECISION_BF16)
+LIBS      += -L$(CUDA_LIB) -lcudart -lcublasLt $(if $(filter 1,$(MPI)),-lnccl) -lstdc++ -Wl,-rpath=$(CUDA_LIB)
+$(BUILD)/runtime/%_cuda.o: CFLAGS += -isystem $(CUDA_LIB)/../include
 
-$(BUILD)/libkernels.so: $(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources))
+$(BUILD)/libkernels.so: $(cuda_kernels)
 	@echo "  link $@"
 	@$(NVCC) $(CUDA_ARCH) -cudart shared -shared $^ -o $@ -lcublasLt -Xlinker -rpath=$(CUDA_LIB)
 
-$(patsubst %.cu,$(BUILD)/%.o,$(cuda_sources)): $(BUILD)/%.o: %.cu $(wildcard kernels/*.cuh kernels/*.h)
+$(cuda_kernels): $(BUILD)/%.o: %.cu $(wildcard kernels/*.cuh kernels/*.h)
 	@echo "  nvcc $<"
 	@mkdir -p $(@D)
 	@$(NVCC) $(NVCCFLAGS) $(CUDA_ARCH) -c $< -o $@
 endif
 
 # What this build finds on this machine, tried once a build directory.
-ifeq ($(DEVICE),cpu)
 $(objects): | $(BUILD)/probed
-endif
 $(BUILD)/probed:
 	@mkdir -p $(BUILD)/kernels $(BUILD)/runtime $(BUILD)/tests
-	@dev/probe.sh "$(CC) $(CFLAGS)" "$(LIBS)" $(MPI)
+	@dev/probe.sh "$(CC) $(CFLAGS)" "$(LIBS)" $(MPI) $(DEVICE) $(CUDA_LIB)/../include
 	@touch $@
 
 # What the kernels of one operation move and do, counted without a GPU.
@@ -181,15 +190,16 @@ law: ready
 mutants: ready
 	$(PYTEST) -m mutants
 bench: ready
-	$(MAKE) PRECISION=bf16
-	$(MAKE) PRECISION=fp32
+	$(MAKE) DEVICE=cpu PRECISION=bf16
+	$(MAKE) DEVICE=cpu PRECISION=fp32
 	build/venv/bin/python dev/bench/bench.py
 
-reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c $(wildcard kernels/*.c) runtime/comm.c
+reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
+           runtime/comm.h runtime/comm.c
 loc:
 	@echo "to read, in this order:"; wc -l $(reading)
-	@echo "then, in CUDA:"; wc -l kernels/cuda.cuh kernels/ptx.cuh $(filter-out kernels/cuda.cuh kernels/ptx.cuh,$(wildcard kernels/*.cu*)) kernels/ladder.h
-	@echo "plumbing:"; wc -l report.[ch] state.[ch] $(filter-out $(reading) kernels/ladder.h,$(wildcard kernels/*.h runtime/*.[ch]))
+	@echo "then, in CUDA:"; wc -l runtime/comm_cuda.c kernels/cuda.cuh kernels/ptx.cuh $(filter-out kernels/cuda.cuh kernels/ptx.cuh,$(wildcard kernels/*.cu*)) kernels/ladder.h
+	@echo "plumbing:"; wc -l report.[ch] state.[ch] $(filter-out $(reading) kernels/ladder.h runtime/comm_cuda.c,$(wildcard kernels/*.h runtime/*.[ch]))
 	@echo "tools and tests:"; wc -l dev/*.* dev/*/*.* tests/* | tail -n 1
 
 clean:

@@ -9,7 +9,8 @@
 // (Ψ parameters, N ranks, a micro-batches a step; F is a forward, I the part of a backward that reads weights.) An
 // all-reduce is a reduce-scatter and an all-gather. DDP does both to the gradient, so that every rank can take the same
 // step on all weights. ZeRO steps between the two: each rank on the shard of which it has the sum, with the optimizer's
-// state of that shard alone; then the new weights are gathered. The same messages, the same sums, the same bits.
+// state of that shard alone; then the new weights are gathered. The same messages, the same sums, and by the ring (comm.c) the
+// same bits.
 //
 // Messages travel while the backward goes on, bucket by bucket, for the last block's gradient is complete first:
 //
@@ -262,22 +263,27 @@ static void open_gradient(Model *m, int i) {
         device_copy(b->grad + b->own, b->own_grad, own_count(b) * sizeof(floatX));
 }
 
-// Remembers the first parameter of which this rank itself, before any sum, has a gradient that is not finite.
+// Σ g² of each of the bucket's parameters, on this rank before any sum: finite where all of g is. To be read when the host
+// waits anyway (note_not_finite), for a look at once would keep the device waiting at every bucket. Cost: a read of the
+// gradient, and on a GPU two small kernels a parameter.
 static void look_for_not_finite(Model *m, const Bucket *b) {
-    double squares = 0;
-    if (m->not_finite.param >= 0) return;
-    grad_norm_squared(&squares, b->grad, b->grad32, b->count, m->workspace);
-    if (isfinite(squares)) return;
-    m->not_finite.micro = b->summed;
-    for (int i = b->first_param + b->n_params - 1; i >= b->first_param; i--) { // as the backward came by
+    for (int i = b->first_param; i < b->first_param + b->n_params; i++) {
         const Param *p = &m->param[i];
-        squares = 0;
-        grad_norm_squared(&squares, b->grad + p->offset, b->grad32 ? b->grad32 + p->offset : NULL,
+        grad_norm_squared(&m->squares[i], b->grad + p->offset, b->grad32 ? b->grad32 + p->offset : NULL,
                           p->padded_rows * p->cols, m->workspace);
-        if (isfinite(squares)) continue;
-        m->not_finite.param = i;
-        return;
     }
+}
+
+// Remembers the first parameter, as the last backward came by, of which this rank itself had a gradient that is not finite.
+static void note_not_finite(Model *m) {
+    if (m->not_finite.param >= 0) return;
+    double *squares = host_alloc((size_t)m->n_params, sizeof *squares);
+    device_copy_out(squares, m->squares, (size_t)m->n_params * sizeof *squares);
+    int i = m->n_params - 1;
+    while (i >= 0 && isfinite(squares[i])) i--;
+    m->not_finite.param = i; // −1: none
+    m->not_finite.micro = m->bucket[0].summed;
+    free(squares);
 }
 
 // One more micro-batch is in. The sum over ranks starts when there is nothing more to add, or no place to keep it.
@@ -298,6 +304,10 @@ static void close_gradient(Model *m, int i) {
 
 void dp_begin(Model *m, int unit, Pass pass) {
     int i = m->bucket_of[unit], next = pass == FORWARD ? i + 1 : i - 1;
+    if (pass == BACKWARD && unit == m->n_units - 1) {    // the host has just waited, for the losses
+        if (m->bucket[0].summed > 0) note_not_finite(m); // in the micro-batch before
+        device_zero(m->squares, (size_t)m->n_params * sizeof *m->squares);
+    }
     if (pass == FORWARD || i > 0) { // the embedding's backward needs no weights
         gather(m, i);
         comm_wait(m->bucket[i].gather);
@@ -320,15 +330,18 @@ void dp_end(Model *m, int unit, Pass pass) {
 double dp_grad_norm(Model *m) {
     // Each rank squares its own shard of the sum, so that the work is shared, every element is counted once, and all stages
     // add up the same numbers in the same order.
-    double squares = 0;
+    double *sum = m->squares + m->n_params, squares;
+    device_zero(sum, sizeof *sum);
     for (int i = m->n_buckets - 1; i >= 0; i--) finish_reduction(m, i);
     for (int i = 0; i < m->n_buckets; i++) {
         const Bucket *b = &m->bucket[i];
         size_t n = b->shard_end - b->shard, from = b->shard - b->own;
         if (n)
-            grad_norm_squared(&squares, b->own_grad ? b->own_grad + from : NULL,
+            grad_norm_squared(sum, b->own_grad ? b->own_grad + from : NULL,
                               b->own_grad32 ? b->own_grad32 + from : NULL, n, m->workspace);
     }
+    device_copy_out(&squares, sum, sizeof squares);
+    note_not_finite(m); // in the last micro-batch
     return sqrt(comm_sum(m->grid.dp, squares));
 }
 

@@ -1,5 +1,6 @@
 // What a run says of itself. A reader of the training program may skip this file.
 #include "report.h"
+#include "runtime/fail.h"
 #include "runtime/log.h"
 #include <math.h>
 #include <omp.h>
@@ -83,17 +84,53 @@ ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate
                        .optimizer = (mixed ? 12 : 8) * parameters / (stage >= 1 ? ranks : 1)};
 }
 
-// measured: NULL in a dry run.
-void report_memory(const Ledger *predicted, const Ledger *measured) {
-    say("\nmemory of a rank, GB      predicted%s", measured ? "   measured" : "");
+// The table as text, to be freed. measured: NULL in a dry run.
+static char *memory_table(const Ledger *predicted, const Ledger *measured) {
+    char *text = NULL;
+    size_t size;
+    FILE *out = open_memstream(&text, &size);
+    if (!out) fail(EXIT_RUNTIME, "no memory for a table");
+    fprintf(out, "\nmemory of a rank, GB      predicted%s", measured ? "   measured" : "");
     for (int i = 0; i <= MEM_CATEGORIES; i++) {
         bool total = i == MEM_CATEGORIES;
         size_t p = total ? predicted->total_peak : predicted->peak[i];
         size_t r = measured ? (total ? measured->total_peak : measured->peak[i]) : 0;
-        char seen[32] = "";
-        if (measured) snprintf(seen, sizeof seen, "%11.6f", (double)r * 1e-9);
-        say("  %-21s %11.6f%s", total ? "total" : mem_name[i], (double)p * 1e-9, seen);
+        if (i >= MEM_CONTEXT && !total && p == 0 && r == 0) continue; // on a CPU there are none
+        fprintf(out, "\n  %-21s %11.6f", total ? "total" : mem_name[i], (double)p * 1e-9);
+        if (measured) fprintf(out, "%11.6f", (double)r * 1e-9);
     }
+    fclose(out);
+    return text;
+}
+
+void report_memory(const Ledger *predicted, const Ledger *measured) {
+    char *text = memory_table(predicted, measured);
+    say("%s", text);
+    free(text);
+}
+
+const char *report_smaller(const Model *m) {
+    const Config *c = &m->config;
+    static char flags[128];
+    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s",
+             c->recompute == RECOMPUTE_FULL ? "" : "--recompute full, ",
+             c->dp > 1 && c->zero < 3 ? "--zero 3, " : "", c->dp > 1 ? "fewer --ranks" : "a smaller --model");
+    return flags;
+}
+
+static const Model *watched;
+static const Ledger *watched_prediction;
+
+// bytes: 0 where a library has asked, and does not say for how many.
+static void out_of_memory(MemCategory asked, size_t bytes) {
+    fail(EXIT_RUNTIME, "no memory for %.6f GB of %s, with %.6f GB held; smaller: %s%s", (double)bytes * 1e-9,
+         mem_name[asked], (double)ledger.total * 1e-9, report_smaller(watched),
+         memory_table(watched_prediction, &ledger));
+}
+
+void report_out_of_memory(const Model *m, const Ledger *predicted) {
+    watched = m, watched_prediction = predicted;
+    device_out_of_memory = out_of_memory;
 }
 
 static cJSON *memory_json(const double *bytes) { // [MEM_CATEGORIES + 1], the last the peak of all together
@@ -363,7 +400,8 @@ void report_step(const Model *m, StepReport r, double peak_flops) {
     const Config *c = &m->config;
     TokenFlops f = token_flops(m);
     double tokens_per_s = (double)c->global_batch * (double)c->seq / r.seconds;
-    double mfu = tokens_per_s * (f.weights + f.attention) / peak_flops;
+    double mfu =
+        peak_flops > 0 ? tokens_per_s * (f.weights + f.attention) / peak_flops : NAN; // NaN: null in JSON
     long left = lround((double)(c->steps - r.step) * r.seconds);
     cJSON *o = cJSON_CreateObject();
     cJSON_AddStringToObject(o, "event", "step");
@@ -376,10 +414,11 @@ void report_step(const Model *m, StepReport r, double peak_flops) {
     cJSON_AddNumberToObject(o, "mfu", mfu);
     cJSON_AddNumberToObject(o, "hfu", mfu * (1 + f.recomputed / (f.weights + f.attention)));
     log_event(o);
+    char share[32] = ""; // of a GPU whose peak is not known
+    if (!isnan(mfu)) snprintf(share, sizeof share, "MFU %.0f %%  ", 100 * mfu);
     status_line(r.step == c->steps,
-                "step %ld/%ld  loss %.4f  norm %.2f  lr %.1e  %.1f ms  %.0f tok/s  MFU %.0f %%  %.2f GB  "
-                "%ld:%02ld left",
-                r.step, c->steps, r.loss, r.grad_norm, r.lr, 1e3 * r.seconds, tokens_per_s, 100 * mfu,
+                "step %ld/%ld  loss %.4f  norm %.2f  lr %.1e  %.1f ms  %.0f tok/s  %s%.2f GB  %ld:%02ld left",
+                r.step, c->steps, r.loss, r.grad_norm, r.lr, 1e3 * r.seconds, tokens_per_s, share,
                 (double)ledger.total_peak * 1e-9, left / 60, left % 60);
 }
 
@@ -423,7 +462,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
         double *x = mine + COUNTS + 3 * i;
         x[0] = (double)count.calls, x[1] = (double)count.bytes, x[2] = count.exposed_ms;
     }
-    comm_wait(comm_all_gather(world, all, mine, (size_t)size * NUMBERS, DTYPE_F64));
+    comm_wait(comm_host_all_gather(world, all, mine, (size_t)size * NUMBERS, DTYPE_F64));
 
     cJSON *o = cJSON_CreateObject();
     cJSON_AddStringToObject(o, "event", "end");
@@ -450,6 +489,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     cJSON *flops = cJSON_AddObjectToObject(o, "flops"); // of rank 0
     cJSON_AddNumberToObject(flops, "gemm_forward", kernel_flops.gemm_forward);
     cJSON_AddNumberToObject(flops, "gemm_backward", kernel_flops.gemm_backward);
+    cJSON_AddNumberToObject(flops, "gemm_fp8", kernel_flops.gemm_fp8);
     cJSON_AddNumberToObject(flops, "attention_forward", kernel_flops.attention_forward);
     cJSON_AddNumberToObject(flops, "attention_backward", kernel_flops.attention_backward);
     cJSON_AddNumberToObject(o, "loss", loss);
@@ -463,7 +503,13 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     size_t process = device_process_peak();
     if (process) say("  %-21s %22.6f", "the whole process", (double)process * 1e-9);
     if (size > 1) report_messages(comm, n_comms);
-    if (m->config.peak_tflops < 0)
+    if (m->config.peak_tflops > 0) return;
+    if (device_count() > 0 && peak_after > 0)
+        say("\nMFU: PaLM's convention, against the GPUs' published dense peak for %s, %.0f TFLOP/s in all",
+            m->bf16_products ? "bf16" : "fp32", peak_after * 1e-12);
+    else if (device_count() > 0)
+        say("\nno MFU: the peak of %s is not known here; --peak-tflops sets it", device_name());
+    else
         say("\nMFU: PaLM's convention, against a 1024³ sgemm on all ranks: %.1f GFLOP/s before the run, %.1f "
             "after",
             peak_before * 1e-9, peak_after * 1e-9);

@@ -19,6 +19,11 @@ ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate
 void report_explain(const Model *m);
 // The memory table; measured is NULL where nothing ran yet.
 void report_memory(const Ledger *predicted, const Ledger *measured);
+// The flags that would make a rank smaller: "--micro-batch, --seq, …".
+const char *report_smaller(const Model *m);
+// From now on, where memory is refused, the run fails (exit 3) with what was asked for, these flags and the table. m and
+// predicted stay where they are.
+void report_out_of_memory(const Model *m, const Ledger *predicted);
 
 // peak_flops: operations a second that count as 100 %, of all ranks together.
 void report_start(const Model *m, const Ledger *predicted, int threads, double peak_flops);

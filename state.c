@@ -154,14 +154,20 @@ static float *master_weights(const Bucket *b) {
 
 // The last update may have left what no loss has seen yet.
 static void must_be_finite(Model *m, long step) {
-    double squares = 0;
-    for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++)
-        grad_norm_squared(&squares, NULL, master_weights(b), b->own_end - b->own, m->workspace);
+    double *sum = m->squares + m->n_params, squares;
+    device_zero(sum, sizeof *sum);
+    for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
+        size_t n = b->own_end - b->own;
+        if (n) grad_norm_squared(sum, NULL, master_weights(b), n, m->workspace);
+    }
+    device_copy_out(&squares, sum, sizeof squares);
     if (!isfinite(comm_sum(m->grid.world, squares)))
         fail_all(EXIT_RUNTIME, "step %ld: the weights are not finite; this step is not saved", step);
 }
 
 bool state_save(Model *m, long step) {
+    for (int i = 0; i < m->n_buckets; i++)
+        comm_wait(m->bucket[i].gather); // it reads own weights, and so does this
     must_be_finite(m, step);
     const Config *c = &m->config;
     int n = m->n_params;
@@ -294,7 +300,7 @@ void state_check_replicas(const Model *m, long step) {
         for (int k = 0; k < 3 && m->config.zero == 0; k++)
             if (state[k]) mine[i] = hash_of(mine[i], state[k] + p->offset, count * sizeof(float));
     }
-    comm_wait(comm_all_gather(dp, hash, mine, ranks * n, DTYPE_I64));
+    comm_wait(comm_host_all_gather(dp, hash, mine, ranks * n, DTYPE_I64));
     for (size_t i = 0; i < n; i++) {
         size_t odd = 0, fewest = ranks;
         for (size_t r = 0; r < ranks; r++) {

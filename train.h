@@ -20,6 +20,8 @@ typedef enum { ARCH_GPT2, ARCH_LLAMA } Arch;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL } Recompute;
 typedef enum { ATTENTION_FLASH, ATTENTION_NAIVE } Attention;
 typedef enum { MATMUL_FP32, MATMUL_BF16 } MatmulInputs;
+typedef enum { FP8_ALL_E4M3, FP8_HYBRID } Fp8Recipe;
+#define FP8_RECIPES "e4m3|hybrid"
 
 typedef struct {
     // model
@@ -36,9 +38,11 @@ typedef struct {
     // parallel
     long ranks, dp, zero;
     double bucket_mb;
+    int comm;
     bool no_overlap;
     // memory and precision
     int recompute, attention, matmul;
+    int fp8; // Fp8Recipe; −1: none
     bool grad_accum_fp32, lazy_optimizer;
     // run
     long eval_every, eval_batches, sample, save_every, keep;
@@ -153,8 +157,10 @@ typedef struct {
     Bucket *bucket;
     int n_buckets;
     int n_units;
-    int *bucket_of;    // [n_units]
-    uint64_t data;     // fingerprint of the training data
+    int *bucket_of; // [n_units]
+    uint64_t data;  // fingerprint of the training data
+    bool
+        bf16_products; // some matrix products have inputs of 16 or fewer bits: the peak that MFU is held against is theirs
     size_t parameters; // true count: without the vocabulary's padding
 
     Ends ends, d_ends;
@@ -172,6 +178,7 @@ typedef struct {
     float *losses, *host_losses; // [N], and a copy that the host can read
     floatX *temp_c, *temp_f;     // [N, C], [N, F]: what lives within one F or I
     void *workspace;             // for kernels
+    double *squares; // [n_params + 1]: Σ g² of each parameter on this rank; one more, for a sum over many
 
     // The first parameter whose gradient was not finite on this rank, before any sum (−1: none), and in which micro-batch.
     struct {
@@ -190,6 +197,17 @@ typedef struct {
     float lr;
     long step; // from 1
 } OptimizerStep;
+
+// ---- fp8_linear.c: a block's linear layers, in floatX or (--fp8) in 8 bits -------------------------------------------------
+// As matmul_* of kernels.h: rows M, weight [N,K]; they use m->workspace.
+void linear_forward(const Model *m, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
+                    size_t M, size_t K, size_t N);
+void linear_backward_input(const Model *m, floatX *dinp, const floatX *dout, const floatX *weight, size_t M,
+                           size_t K, size_t N);
+void linear_backward_weight(const Model *m, floatX *dweight, const floatX *dout, const floatX *inp, size_t M,
+                            size_t K, size_t N);
+// enough for all three
+size_t linear_workspace(const Model *m, size_t M, size_t K, size_t N);
 
 // ---- dp_zero.c: data parallelism -----------------------------------------------------------------------------------------
 typedef enum { FORWARD, BACKWARD } Pass;

@@ -57,6 +57,8 @@ static Config config = {
     .grad_clip = 1,
     .ranks = NOT_GIVEN,
     .dp = NOT_GIVEN,
+    .comm = NOT_GIVEN,
+    .fp8 = NOT_GIVEN,
     .eval_batches = 8,
     .keep = 2,
     .timeout = 600,
@@ -125,6 +127,7 @@ static const Flag flags[] = {
     {"dp",         FLAG_INT, &config.dp, "data-parallel ranks; follows from the rest", 1, 1e5, NULL},
     {"zero",       FLAG_INT, &config.zero, "shard over dp: 1 the optimizer, 2 gradients too, 3 weights too", 0, 3, NULL},
     {"bucket-mb",  FLAG_REAL, &config.bucket_mb, "merge neighbouring blocks' buckets up to N MB of weights", 0, 1e6, NULL},
+    {"comm",       FLAG_CHOICE, &config.comm, "GPUs: NCCL (where each rank has its own), or through the host", 0, 0, TRANSPORTS},
     {"no-overlap", FLAG_SWITCH, &config.no_overlap, "wait for every message where it leaves", 0, 0, NULL},
     {"memory", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"recompute",  FLAG_CHOICE, &config.recompute, "forward work done again in the backward", 0, 0, "none|selective|full"},
@@ -133,6 +136,7 @@ static const Flag flags[] = {
     {"lazy-optimizer", FLAG_SWITCH, &config.lazy_optimizer, "reserve AdamW's moments at the end of step 1", 0, 0, NULL},
     {"precision", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"matmul",     FLAG_CHOICE, &config.matmul, "what inputs of matrix products are rounded to", 0, 0, "fp32|bf16"},
+    {"fp8",        FLAG_CHOICE, &config.fp8, "the blocks' linear layers in 8 bits; hybrid: gradients as E5M2", 0, 0, FP8_RECIPES},
     {"run", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"eval-every", FLAG_INT, &config.eval_every, "evaluate every N steps; 0: at the end", 0, COUNT, NULL},
     {"eval-batches", FLAG_INT, &config.eval_batches, "global batches of an evaluation", 1, COUNT, NULL},
@@ -146,7 +150,7 @@ static const Flag flags[] = {
     {"trace",      FLAG_TEXT, &config.trace, "write a Chrome trace of all ranks (ui.perfetto.dev)", 0, 0, NULL},
     {"timeout",    FLAG_REAL, &config.timeout, "seconds of silence before who is missing is named; longer than a save takes", 1, 1e6, NULL},
     {"check-replicas", FLAG_INT, &config.check_replicas, "compare all copies of each weight every N steps; 0: never", 0, COUNT, NULL},
-    {"peak-tflops", FLAG_REAL, &config.peak_tflops, "a rank's peak, for MFU; else measured", 1e-6, 1e6, NULL},
+    {"peak-tflops", FLAG_REAL, &config.peak_tflops, "a rank's peak, for MFU; else measured (CPU) or published (GPU)", 1e-6, 1e6, NULL},
     {"dry-run",    FLAG_SWITCH, &config.dry_run, "say what the run would need and send, and end", 0, 0, NULL},
     {"json",       FLAG_SWITCH, &config.json, "as JSON (with --dry-run)", 0, 0, NULL},
     {"explain",    FLAG_SWITCH, &config.explain, "print groups, parameters and messages, and end", 0, 0, NULL},
@@ -255,6 +259,22 @@ static void check_countable(const Config *c) {
                  c->micro_batch, c->accum, c->dp, tokens);
 }
 
+// Flash attention on a GPU takes heads of so many channels at most.
+static void check_heads(const Config *c) {
+    size_t D = (size_t)(c->hidden / c->heads), most = flash_attention_most_channels();
+    if (c->attention != ATTENTION_FLASH || D <= most) return;
+    long heads = (c->hidden - 1) / (long)most + 1; // the fewest that make a head small enough, and are legal
+    while (heads < c->hidden && (c->hidden % heads != 0 || heads % c->kv_heads != 0 ||
+                                 (c->arch == ARCH_LLAMA && c->hidden / heads % 2 != 0)))
+        heads++;
+    char nearest[48] = "";
+    if (heads < c->hidden) snprintf(nearest, sizeof nearest, "--heads %ld, or ", heads);
+    fail_all(EXIT_USAGE,
+             "--hidden %ld: %zu channels a head; flash attention on this device takes %zu at most; nearest: "
+             "%s--attention naive",
+             c->hidden, D, most, nearest);
+}
+
 // Derives what follows and refuses what cannot be, for this many ranks.
 static void config_check(Config *c, long world) {
     if (c->dp == NOT_GIVEN) c->dp = world;
@@ -267,6 +287,7 @@ static void config_check(Config *c, long world) {
     if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
         fail_all(EXIT_USAGE, "--hidden %ld: %ld channels a head cannot be paired for rotation; nearest: %ld",
                  c->hidden, c->hidden / c->heads, c->hidden + c->heads);
+    check_heads(c);
     if (c->arch == ARCH_GPT2) c->tie = true;
     if (c->arch == ARCH_LLAMA) c->positions = 0;
     c->padded_vocab = (c->vocab + 63) / 64 * 64;
@@ -623,10 +644,11 @@ static void model_reserve(Model *m) {
     m->targets = device_alloc(MEM_WORKSPACE, s.N * sizeof(int32_t));
     m->positions = device_alloc(MEM_WORKSPACE, m->T * sizeof(int32_t));
     if (c->arch == ARCH_LLAMA) m->rope = alloc_f(MEM_WORKSPACE, m->T * s.D);
-    const size_t workspace[] = {matmul_workspace(s.N, s.C, s.QKV),
-                                matmul_workspace(s.N, s.C, s.C),
-                                matmul_workspace(s.N, s.C, s.U),
-                                matmul_workspace(s.N, s.F, s.C),
+    m->squares = device_alloc(MEM_WORKSPACE, ((size_t)m->n_params + 1) * sizeof(double));
+    const size_t workspace[] = {linear_workspace(m, s.N, s.C, s.QKV),
+                                linear_workspace(m, s.N, s.C, s.C),
+                                linear_workspace(m, s.N, s.C, s.U),
+                                linear_workspace(m, s.N, s.F, s.C),
                                 matmul_workspace(s.N, s.C, Vp),
                                 norm_backward_workspace(s.N, s.C),
                                 embedding_backward_workspace(m->B, m->T, s.C, (size_t)c->vocab),
@@ -670,19 +692,19 @@ static void block_forward(Model *m, long l) {
     floatX *y = m->temp_c; // what attention, then the MLP, adds to the residual stream
 
     m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, w->norm1_weight, w->norm1_bias, s.N, s.C);
-    matmul_forward(a->qkv, a->h1, w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV, m->workspace);
+    linear_forward(m, a->qkv, a->h1, w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV);
     if (m->rope) rope_forward(a->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
     comm_progress();
     attention_forward(m, a);
     comm_progress();
-    matmul_forward(y, a->o, w->out_weight, w->out_bias, s.N, s.C, s.C, m->workspace);
+    linear_forward(m, y, a->o, w->out_weight, w->out_bias, s.N, s.C, s.C);
 
     m->norm_forward(a->h2, a->mean2, a->rstd2, a->x_mid, a->x, y, w->norm2_weight, w->norm2_bias, s.N, s.C);
     comm_progress();
-    matmul_forward(a->up, a->h2, w->up_weight, w->up_bias, s.N, s.C, s.U, m->workspace);
+    linear_forward(m, a->up, a->h2, w->up_weight, w->up_bias, s.N, s.C, s.U);
     comm_progress();
     m->act_forward(a->act, a->up, s.N, s.F);
-    matmul_forward(y, a->act, w->down_weight, w->down_bias, s.N, s.F, s.C, m->workspace);
+    linear_forward(m, y, a->act, w->down_weight, w->down_bias, s.N, s.F, s.C);
     residual_forward(m->acts[l + 1].x, a->x_mid, y, s.N * s.C);
 }
 
@@ -696,20 +718,20 @@ static void block_backward_input(Model *m, long l) {
     floatX *dact = m->temp_f, *dh = m->temp_c; // gradients of act, and of h2, o, h1 in turn
     bool biases = m->config.arch == ARCH_GPT2;
 
-    matmul_backward_input(dact, d->down, w->down_weight, s.N, s.F, s.C, m->workspace);
+    linear_backward_input(m, dact, d->down, w->down_weight, s.N, s.F, s.C);
     m->act_backward(d->up, dact, a->up, s.N, s.F);
     comm_progress();
-    matmul_backward_input(dh, d->up, w->up_weight, s.N, s.C, s.U, m->workspace);
+    linear_backward_input(m, dh, d->up, w->up_weight, s.N, s.C, s.U);
     m->norm_backward(d->out, dw->norm2_weight, dw->norm2_bias, dh, d->down, a->x_mid, w->norm2_weight, a->mean2,
                      a->rstd2, s.N, s.C, m->workspace);
 
     comm_progress();
-    matmul_backward_input(dh, d->out, w->out_weight, s.N, s.C, s.C, m->workspace);
+    linear_backward_input(m, dh, d->out, w->out_weight, s.N, s.C, s.C);
     comm_progress();
     attention_backward(m, a, d->qkv, dh);
     comm_progress();
     if (m->rope) rope_backward(d->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
-    matmul_backward_input(dh, d->qkv, w->qkv_weight, s.N, s.C, s.QKV, m->workspace);
+    linear_backward_input(m, dh, d->qkv, w->qkv_weight, s.N, s.C, s.QKV);
     m->norm_backward(dx, dw->norm1_weight, dw->norm1_bias, dh, d->out, a->x, w->norm1_weight, a->mean1,
                      a->rstd1, s.N, s.C, m->workspace);
 
@@ -726,13 +748,13 @@ static void block_backward_weight(Model *m, long l) {
     const Block *dw = &m->d_block[l];
     const Activations *a = &m->acts[l];
     const OutputGrads *d = &m->dout[l & 1];
-    matmul_backward_weight(dw->down_weight, d->down, a->act, s.N, s.F, s.C, m->workspace);
+    linear_backward_weight(m, dw->down_weight, d->down, a->act, s.N, s.F, s.C);
     comm_progress();
-    matmul_backward_weight(dw->up_weight, d->up, a->h2, s.N, s.C, s.U, m->workspace);
+    linear_backward_weight(m, dw->up_weight, d->up, a->h2, s.N, s.C, s.U);
     comm_progress();
-    matmul_backward_weight(dw->out_weight, d->out, a->o, s.N, s.C, s.C, m->workspace);
+    linear_backward_weight(m, dw->out_weight, d->out, a->o, s.N, s.C, s.C);
     comm_progress();
-    matmul_backward_weight(dw->qkv_weight, d->qkv, a->h1, s.N, s.C, s.QKV, m->workspace);
+    linear_backward_weight(m, dw->qkv_weight, d->qkv, a->h1, s.N, s.C, s.QKV);
 }
 
 // What the forward did not keep is computed again, by the same code, into the same buffers.
@@ -803,7 +825,7 @@ static void run_unit(Model *m, int unit, Pass pass, float dloss) {
         {"embedding F", "embedding B"}, {"block F", "block B"}, {"head F", "head B"}};
     int kind = unit == 0 ? 0 : unit < m->n_units - 1 ? 1 : 2;
     dp_begin(m, unit, pass);
-    double began = trace_begin();
+    Moment began = trace_begin();
     enter_live(m, unit, pass, true);
     if (pass == FORWARD)
         unit_forward(m, unit, dloss);
@@ -911,20 +933,20 @@ static StepResult train_step(Model *m, long step) {
 
     for (long micro = 0; micro < c->accum; micro++) {
         load_micro_batch(m, step, micro);
-        double forward = trace_begin();
+        Moment forward = trace_begin();
         sums[LOSS] += model_forward(m, (float)(1 / tokens));
         trace_end("compute", "forward", micro, forward, 0);
-        double backward = trace_begin();
+        Moment backward = trace_begin();
         model_backward(m);
         trace_end("compute", "backward", micro, backward, 0);
     }
     double norm = dp_grad_norm(m);
     sums[STOP] = stop_signal != 0;
-    comm_wait(comm_all_reduce(m->grid.world, sums, SUMS, DTYPE_F64));
+    comm_wait(comm_host_all_reduce(m->grid.world, sums, SUMS, DTYPE_F64));
 
     StepResult r = {.loss = sums[LOSS] / tokens, .grad_norm = norm, .stop = sums[STOP] > 0};
     if (!isfinite(r.loss) || !isfinite(r.grad_norm)) fail_not_finite(m, step + 1, r);
-    double optimizer = trace_begin();
+    Moment optimizer = trace_begin();
     dp_optimizer_step(m, r.grad_norm, (OptimizerStep){.lr = (float)learning_rate(c, step), .step = step + 1});
     trace_end("compute", "optimizer", step + 1, optimizer, 0);
     return r;
@@ -1056,28 +1078,77 @@ static long configure(int argc, char **argv, char *checkpoint, size_t checkpoint
 
 // Predicts by reserving in a ledger alone, and refuses what the machine cannot hold. Workspaces are those of this process's
 // threads: a dry run of many ranks on few cores counts a little more than each of them will take.
-static Ledger predict(Model *m, int local_ranks) {
-    device_dry_run(true);
+static Ledger predict(Model *m) {
     bool lazy = m->config.lazy_optimizer;
+    size_t before = ledger.total; // context and libraries
+    device_dry_run(true);
     m->config.lazy_optimizer = false;
     model_reserve(m);
     m->config.lazy_optimizer = lazy;
     Ledger predicted = ledger;
     device_dry_run(false);
+    if (m->config.dry_run || m->config.explain) return predicted; // of a machine that need not be this one
     // The least that any rank finds free, so that all decide alike. With --lazy-optimizer the moments are not counted: that run
     // is to fail where it asks for them, after its first backward.
-    size_t available = (size_t)-comm_max(m->grid.world, -(double)device_free_memory(local_ranks));
+    size_t available = (size_t)-comm_max(m->grid.world, -(double)device_free_memory());
     size_t needed = (size_t)comm_max(
-        m->grid.world, (double)(predicted.total_peak - (lazy ? predicted.peak[MEM_OPTIMIZER] : 0)));
-    if (!m->config.dry_run && !m->config.explain && needed > available) {
+        m->grid.world, (double)(predicted.total_peak - before - (lazy ? predicted.peak[MEM_OPTIMIZER] : 0)));
+    if (needed > available) {
         report_memory(&predicted, NULL);
-        fail_all(EXIT_USAGE,
-                 "a rank needs %.2f GB, %.2f GB are free; smaller: --micro-batch, --seq, --recompute full, %s"
-                 "fewer --ranks",
-                 (double)needed * 1e-9, (double)available * 1e-9,
-                 m->config.dp > 1 && m->config.zero < 3 ? "--zero 3, " : "");
+        fail_all(EXIT_USAGE, "a rank needs %.2f GB, %.2f GB are free; smaller: %s", (double)needed * 1e-9,
+                 (double)available * 1e-9, report_smaller(m));
     }
     return predicted;
+}
+
+// This rank's device, taken before MPI starts; what it cannot do is refused.
+static void open_device(Config *c) {
+    device_open(launch_local_rank());
+    bool gpu = device_count() > 0;
+    if (c->comm == NOT_GIVEN) c->comm = gpu ? TRANSPORT_NCCL : TRANSPORT_MPI;
+    if (c->comm == TRANSPORT_NCCL && !gpu)
+        fail_all(EXIT_USAGE, "--comm nccl: this build computes on the CPU; nearest: mpi");
+    if (c->fp8 != NOT_GIVEN && !device_has_fp8())
+        fail_all(EXIT_USAGE, "--fp8 %s: %s has no fp8 (sm_89 and newer have); nearest: leave the flag out",
+                 flag_choice(FP8_RECIPES, c->fp8), device_name());
+}
+
+// Which ranks use one GPU, counted by its number: a launcher may show each of them another one. NCCL wants one a rank.
+static void share_device(Config *c, Comm *world) {
+    if (device_count() == 0) {
+        device_share(comm_host().local_size);
+        return;
+    }
+    size_t n = (size_t)world->size;
+    uint64_t *id = host_alloc(n, sizeof *id), mine = device_id();
+    comm_wait(comm_host_all_gather(world, id, &mine, n, DTYPE_I64));
+    int most = 0, here = 0;
+    for (size_t r = 0; r < n; r++) {
+        int alike = 0;
+        for (size_t other = 0; other < n; other++) alike += id[other] == id[r];
+        if (alike > most) most = alike;
+        if (id[r] == mine) here = alike;
+    }
+    free(id);
+    if (c->comm == TRANSPORT_NCCL && most > 1) {
+        // Enough GPUs, and yet one taken twice: the launcher has not told ranks which of the host they are.
+        if (flag_given(&config.comm) || comm_host().local_size <= device_count())
+            fail_all(EXIT_USAGE, "--comm nccl: %d ranks share a GPU, and NCCL takes one each; nearest: mpi",
+                     most);
+        say("%d ranks share a GPU: their messages go through the host (--comm mpi)", most);
+        c->comm = TRANSPORT_MPI;
+    }
+    device_share(here);
+}
+
+// What a GPU has come to hold beyond the ledger since the last call is what it is for: its context at first, NCCL once
+// groups are connected, other libraries' and kernels' code after the first step, and what is left nobody knows.
+static void enter_rest(Comm *world, MemCategory category) {
+    if (device_count() == 0) return;
+    device_synchronize();
+    comm_wait(comm_barrier(world));
+    device_enter_rest(category);
+    comm_wait(comm_barrier(world));
 }
 
 int main(int argc, char **argv) {
@@ -1091,6 +1162,8 @@ int main(int argc, char **argv) {
     if (config.ranks != NOT_GIVEN && !config.dry_run && !config.explain)
         launch_ranks((int)config.ranks, argc, argv, &stop_signal);
     int threads = launch_threads();
+    bool trains = !config.dry_run && !config.explain;
+    if (trains) open_device(&config);
     Comm *world = comm_init(&argc, &argv);
     watchdog_start(world, config.timeout);
     matmul_inputs_bf16 = config.matmul == MATMUL_BF16 && sizeof(floatX) == 4;
@@ -1098,15 +1171,22 @@ int main(int argc, char **argv) {
     Model m = {
         .config = config, .grid = {.world = world}, .data = train_data ? data_fingerprint(train_data) : 0};
     Config *c = &m.config;
+    m.bf16_products = sizeof(floatX) == 2 || matmul_inputs_bf16 || c->fp8 != NOT_GIVEN;
+    if (trains) {
+        share_device(c, world);
+        enter_rest(world, MEM_CONTEXT);
+        comm_use((Transport)c->comm);
+    }
     m.grid.dp = comm_split(world, 0, world->rank, "dp");
+    if (trains) enter_rest(world, MEM_LIBRARIES);
     model_layout(&m);
     m.acts = host_alloc((size_t)c->layers + 1, sizeof *m.acts);
     m.block = host_alloc((size_t)c->layers, sizeof *m.block);
     m.d_block = host_alloc((size_t)c->layers, sizeof *m.d_block);
-    Ledger predicted = predict(&m, comm_host().local_size);
+    Ledger predicted = predict(&m);
     if (c->explain) report_explain(&m);
     if (c->dry_run) report_dry_run(&m, &predicted);
-    if (c->dry_run || c->explain) {
+    if (!trains) {
         watchdog_stop();
         comm_finalize();
         return 0;
@@ -1120,6 +1200,7 @@ int main(int argc, char **argv) {
     log_open(c->log, c->resume); // after the lock: a run that is refused must not touch another's log
 
     trace_open(world, c->trace);
+    report_out_of_memory(&m, &predicted);
     model_reserve(&m);
     m.host_tokens = host_alloc(m.B * m.T, sizeof(int32_t));
     m.host_targets = host_alloc(m.B * m.T, sizeof(int32_t));
@@ -1133,8 +1214,10 @@ int main(int argc, char **argv) {
     else
         state_init(&m);
 
-    double rate_before =
-        c->peak_tflops > 0 ? c->peak_tflops * 1e12 * world->size : comm_sum(world, device_matmul_rate(threads));
+    enter_rest(world, MEM_UNACCOUNTED);
+
+    double rate_before = c->peak_tflops > 0 ? c->peak_tflops * 1e12 * world->size
+                                            : comm_sum(world, device_peak_flops(threads, m.bf16_products));
     report_start(&m, &predicted, threads, rate_before);
     if (!val_data) say("no evaluation: no --val, and no text long enough to hold out its last tenth");
 
@@ -1144,11 +1227,13 @@ int main(int argc, char **argv) {
     while (step < c->steps && !r.stop) {
         double start = seconds_now();
         r = train_step(&m, step);
+        device_synchronize();
         step++;
         report_step(&m,
                     (StepReport){step, r.loss, r.grad_norm, learning_rate(c, step - 1), seconds_now() - start},
                     rate_before);
         bool last = step == c->steps;
+        if (step == first_step + 1) enter_rest(world, MEM_LIBRARIES); // loaded where they were first called
         if (c->check_replicas && step % c->check_replicas == 0) state_check_replicas(&m, step);
         if (c->save && (last || r.stop || (c->save_every && step % c->save_every == 0)))
             saved = state_save(&m, step);
@@ -1164,7 +1249,9 @@ int main(int argc, char **argv) {
 
     for (int i = 0; i < m.n_buckets; i++)
         comm_wait(m.bucket[i].gather); // the last step's, which no forward has awaited
-    double rate_after = c->peak_tflops > 0 ? rate_before : comm_sum(world, device_matmul_rate(threads));
+    enter_rest(world, MEM_UNACCOUNTED);
+    double rate_after =
+        c->peak_tflops > 0 ? rate_before : comm_sum(world, device_peak_flops(threads, m.bf16_products));
     report_end(&m, &predicted, r.loss, rate_before, rate_after);
     trace_close(world);
     log_close();

@@ -1,14 +1,16 @@
 #!/bin/bash
-# What only a GPU can tell of the CUDA kernels, in one go of at most six minutes: dev/gpu_check.sh
+# What only a GPU can tell of the CUDA kernels and the program on them, in one go of at most ten minutes: dev/gpu_check.sh
 #
 #   build                 the libraries for this card
-#   definitions           the CPU half, which the tests compare with
 #   instructions          each wrapper of kernels/ptx.cuh, held to what dev/emu's twin of it is held to
+#   definitions           the CPU half, which the tests compare with
 #   kernels               tests/test_cuda_*.py with KERNEL_DEVICE=cuda
+#   programs, trainer     the training program: the law against its CPU build, tokens/s and MFU (dev/gpu_train.py)
 #   bench                 time of every kernel and rung, and its share of this card's ceilings
 #   memcheck, racecheck   compute-sanitizer over the tests' small cases, where it works
 #
-# Needs a GPU of sm_80 or newer, nvcc, and a python3 with numpy, torch and pytest (PYTHON=… names another); no MPI.
+# Needs a GPU of sm_80 or newer, nvcc, and a python3 with numpy, torch and pytest (PYTHON=… names another). The program
+# also takes cJSON; with MPI and NCCL it runs on several ranks, which share the GPU, else on one.
 # Where there is no OpenBLAS to build the CPU half with, bring it along, for both precisions,
 #     make kernels DEVICE=cpu MPI=0 PRECISION=… BUILD=build/cpu-… CFLAGS_MORE=-march=x86-64-v3
 # and have LD_LIBRARY_PATH name a folder with libopenblas.so.0 and what that needs.
@@ -37,6 +39,21 @@ case ${1:-all} in # a part by its name
         for precision in fp32 bf16; do
             "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "build/$device-$precision/libkernels.so" || status=1
         done
+        exit $status
+        ;;
+    programs) # with MPI and NCCL where both are here, else for one rank
+        mpi=1
+        echo '#include <nccl.h>
+int main() { return ncclGroupStart(); }' | nvcc -x cu - -lnccl -o /dev/null 2>/dev/null && command -v mpicc >/dev/null || mpi=0
+        for precision in fp32 bf16; do
+            if [ $mpi = 0 ]; then # the kernels are the same
+                mkdir -p "build/cuda-$precision-nompi" && cp -a "build/cuda-$precision/kernels" "build/cuda-$precision-nompi/"
+            fi
+            make -s -j16 DEVICE=cuda PRECISION="$precision" MPI=$mpi build/repository.txt \
+                "build/cuda-$precision$([ $mpi = 1 ] || echo -nompi)/train" || status=1
+        done
+        make -s -j8 DEVICE=cpu PRECISION=fp32 MPI=$mpi "build/cpu-fp32$([ $mpi = 1 ] || echo -nompi)/train" ||
+            echo "no CPU build to hold the law against"
         exit $status
         ;;
     kernels) # eight files at a time, each with a log of its own; what failed is shown
@@ -87,7 +104,7 @@ note() { # part, what became of it
 }
 # Runs a part, no longer than its seconds and what is left of the whole; its output is shown and kept.
 part() { # name, seconds, command…
-    local name=$1 seconds=$2 begin=$SECONDS left=$((${GPU_CHECK_SECONDS:-350} - SECONDS)) code
+    local name=$1 seconds=$2 begin=$SECONDS left=$((${GPU_CHECK_SECONDS:-590} - SECONDS)) code
     shift 2
     if [ "$left" -lt "$seconds" ]; then seconds=$left; fi
     if [ "$seconds" -lt 5 ]; then
@@ -113,6 +130,11 @@ if part build 150 "$self" build; then
         part kernels 120 "$self" kernels
     else
         note kernels "skipped: nothing to compare with"
+    fi
+    if part programs 150 "$self" programs; then
+        part trainer 150 "$python" dev/gpu_train.py
+    else
+        note trainer "skipped: no program"
     fi
     part bench 100 "$python" dev/bench/kernels.py
     if ! command -v compute-sanitizer >/dev/null; then

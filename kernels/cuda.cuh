@@ -23,11 +23,13 @@
 // The stream that all kernels run on; matmul.cu holds it.
 extern cudaStream_t compute_stream;
 
+// Ends the program where CUDA (by a cudaError_t) or cuBLASLt (0) refuses a call, in such words. In a library alone (matmul.cu):
+// a line, and exit.
+extern "C" void (*kernels_fail)(const char *file, int line, const char *call, const char *words, int error);
+
 #define cuda_check(call) cuda_check_at(call, #call, __FILE__, __LINE__)
 static inline void cuda_check_at(cudaError_t error, const char *call, const char *file, int line) {
-    if (error == cudaSuccess) return;
-    fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, cudaGetErrorString(error));
-    exit(3);
+    if (error != cudaSuccess) kernels_fail(file, line, call, cudaGetErrorString(error), (int)error);
 }
 // After every launch: did it start?
 #define launched(kernel) cuda_check_at(cudaGetLastError(), kernel, __FILE__, __LINE__)

@@ -292,6 +292,10 @@ size_t flash_attention_workspace(AttentionShape s) {
     return (delta_floats(s) + (size_t)omp_get_max_threads() * thread_floats(s)) * sizeof(float);
 }
 
+size_t flash_attention_most_channels(void) {
+    return SIZE_MAX;
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // naive: rows of p [Tq,Tk] as the textbook has them, a tile of queries and all their keys at a time.
 

@@ -168,6 +168,12 @@ static void launch_forward(floatX *o, float *o_block, float *lse, const floatX *
     kernel_flops.attention_forward += 2 * 2.0 * pairs_by_query(s, Sizes<T, D>::ROWS) * s.D;
 }
 
+enum { MOST_CHANNELS = 128 };
+
+size_t flash_attention_most_channels(void) {
+    return MOST_CHANNELS;
+}
+
 template <typename T, int STAGES>
 static void forward(floatX *o, float *o_block, float *lse, const floatX *q, const floatX *k, const floatX *v,
                     AttentionShape s) {
@@ -176,7 +182,7 @@ static void forward(floatX *o, float *o_block, float *lse, const floatX *q, cons
     else if (s.D <= 96)
         launch_forward<T, 96, STAGES>(o, o_block, lse, q, k, v, s);
     else
-        launch_forward<T, 128, STAGES>(o, o_block, lse, q, k, v, s);
+        launch_forward<T, MOST_CHANNELS, STAGES>(o, o_block, lse, q, k, v, s);
 }
 
 void flash_attention_forward(floatX *o, float *lse, const floatX *q, const floatX *k, const floatX *v,

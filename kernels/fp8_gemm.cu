@@ -260,7 +260,7 @@ void fp8_gemm(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool ad
         !cublas_product({out, CUBLAS_TYPE, operand(b, true), operand(a, false), bias, NULL, add, N, M, K},
                         workspace))
         fp8_gemm_mma(out, a, b, bias, add, M, K, N, workspace);
-    *(add ? &kernel_flops.gemm_backward : &kernel_flops.gemm_forward) += 2.0 * M * N * K;
+    kernel_flops.gemm_fp8 += 2.0 * M * N * K;
 }
 
 size_t fp8_gemm_workspace(size_t M, size_t K, size_t N) {

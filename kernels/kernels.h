@@ -32,6 +32,7 @@ extern "C" {
 // add are two), counted where it is done: attention counts the tiles that it really computes.
 typedef struct {
     double gemm_forward, gemm_backward, attention_forward, attention_backward;
+    double gemm_fp8; // all products of 8-bit numbers, of forward and backward together
 } KernelFlops;
 extern KernelFlops kernel_flops;
 
@@ -118,7 +119,7 @@ typedef struct {
     bool blocks; // the scales are of 128×128 tiles, not of 1×128
 } Fp8Matrix;
 // out [M,N] = a [M,K] · b [N,K]ᵀ + bias [N] (NULL: none), or out += (add). The sum over each 128 of K is scaled and joins
-// an fp32 sum (promotion, §3.3.2: tensor cores of Hopper keep ~14 bits of it). Counted as forward, with add as backward.
+// an fp32 sum (promotion, §3.3.2: tensor cores of Hopper keep ~14 bits of it). Counted as gemm_fp8.
 void fp8_gemm(floatX *out, Fp8Matrix a, Fp8Matrix b, const floatX *bias, bool add, size_t M, size_t K, size_t N,
               void *workspace);
 size_t fp8_gemm_workspace(size_t M, size_t K, size_t N);
@@ -133,7 +134,7 @@ extern int fp8_accumulator_bits;
 typedef struct {
     size_t B, Tq, Tk; // sequences, queries and keys of each (causal: Tq = Tk, query t sees keys 0..t)
     size_t H, KV;     // query heads, key/value heads (KV divides H)
-    size_t D;         // channels a head (flash on CUDA: at most 128)
+    size_t D;         // channels a head (flash: at most flash_attention_most_channels())
     size_t q_stride, kv_stride, o_stride;
     bool causal;
     // Tokens from one sequence to the next, where queries or keys are a part of longer sequences (0: Tq, Tk).
@@ -151,6 +152,7 @@ void flash_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *
                               const float *lse, const floatX *q, const floatX *k, const floatX *v,
                               AttentionShape s, void *workspace);
 size_t flash_attention_workspace(AttentionShape s);
+size_t flash_attention_most_channels(void); // 128 on CUDA, SIZE_MAX on a CPU
 
 // Attention over a ring (Liu et al. 2023): the keys come in blocks, one call a block, and the results stay fp32.
 // o and lse take the block's part: what they hold of earlier blocks is weighed against it (lse = −inf: nothing yet;

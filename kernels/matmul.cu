@@ -15,17 +15,22 @@
 #include "kernels/cublaslt.cuh"
 #include "kernels/ladder.h"
 
+static void print_and_exit(const char *file, int line, const char *call, const char *words, int) {
+    fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, words);
+    exit(3);
+}
+
 extern "C" {
 KernelFlops kernel_flops;
 bool matmul_inputs_bf16;
+void (*kernels_fail)(const char *file, int line, const char *call, const char *words,
+                     int error) = print_and_exit;
 }
 cudaStream_t compute_stream;
 
 #define cublas_check(call) cublas_check_at(call, #call, __FILE__, __LINE__)
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
-    if (status == CUBLAS_STATUS_SUCCESS) return;
-    fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, cublasLtGetStatusString(status));
-    exit(3);
+    if (status != CUBLAS_STATUS_SUCCESS) kernels_fail(file, line, call, cublasLtGetStatusString(status), 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@
 // Cost: the bytes of the tensors, once over all ranks, in writes of BLOCK wherever a rank's pieces touch; an
 // fsync a rank and file; a few small messages a file.
 #include "checkpoint.h"
+#include "device.h"
 #include "fail.h"
 #include "../kernels/precision.h"
 
@@ -386,7 +387,7 @@ static bool write_pieces(int fd, size_t data, const TensorFile *file) {
                 used = 0;
             }
             size_t part = c->run - done < sizeof block - used ? c->run - done : sizeof block - used;
-            memcpy(bytes + used, c->data + done, part);
+            device_copy_out(bytes + used, c->data + done, part);
             used += part;
             done += part;
         }

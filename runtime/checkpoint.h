@@ -19,7 +19,8 @@ typedef struct {
 } TensorInfo;
 
 // A part of a tensor that this rank holds: `runs` runs of `run` consecutive elements, the first at element `offset`
-// of the whole tensor, `stride` elements apart there; in memory they follow one another at data.
+// of the whole tensor, `stride` elements apart there; in memory they follow one another at data: the device's where it is
+// saved from, the host's where it is read to.
 typedef struct {
     int tensor;
     size_t offset, run, stride, runs;

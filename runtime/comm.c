@@ -1,4 +1,4 @@
-// The ring: collectives made of messages to the right-hand neighbour.
+// The ring: collectives on the host's memory, made of messages to the right-hand neighbour. On the CPU there are no others.
 //
 // The ranks of a Comm stand in a circle, and a buffer is cut into as many shards as there are ranks. Reduce-scatter,
 // for 4 ranks, seen from shard 0, whose owner is rank 0:
@@ -16,8 +16,11 @@
 // Cost for n bytes and N ranks: reduce-scatter and all-gather send (N-1)/N · n a rank, all-reduce twice that, which is
 // the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none from the last one.
 // Barrier: log2 N empty messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
+// With --comm mpi a GPU's buffer takes this way, too: it visits the host. It comes when its turn is there, and goes back when the
+// ring is done with it (Visit, comm_ring.h).
 // Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-#include "comm.h"
+#include "comm_ring.h"
+#include "device.h"
 #include "fail.h"
 #include "log.h"
 #include "trace.h"
@@ -46,9 +49,8 @@ enum { TAG_CLOCK = 32767 }; // the largest that every MPI has
 
 const char *const comm_op_name[COMM_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                             "barrier"};
-static const char *const wait_name[COMM_OPS] = {"wait for all_reduce", "wait for reduce_scatter",
-                                                "wait for all_gather", "wait for broadcast",
-                                                "wait for barrier"};
+const char *const comm_wait_name[COMM_OPS] = {"wait for all_reduce", "wait for reduce_scatter",
+                                              "wait for all_gather", "wait for broadcast", "wait for barrier"};
 
 // One hop of one slice: what goes out, what comes in, and what becomes of it.
 typedef struct {
@@ -82,6 +84,7 @@ typedef struct Task {
     size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
     int hops;                      // that a slice makes
     int tag;                       // of lane 0's messages
+    Visit visit;                   // where the buffer is a visitor's: it comes first, and then the turn begins
     bool begun;
     double began; // for the trace: when its turn came,
     size_t sent;  // and what this rank has sent for it
@@ -119,14 +122,14 @@ static void *obtain(size_t bytes) {
 }
 
 // ---- notes for the watchdog -----------------------------------------------------------------------------------------
-typedef struct Noted {
+struct Noted {
     _Atomic(const char *) name; // NULL: this place is free
     atomic_int first;
     atomic_uint_least64_t started, done, last, turn; // the last two packed, as below
-} Noted;
+};
 static Noted noted[COMM_MOST];
-static atomic_int noted_latest, noted_wait = -1; // places in it
-static _Atomic double noted_moved;
+static atomic_int noted_latest, noted_wait = -1, noted_poll = -1; // places in it
+static _Atomic double noted_moved, polled;                        // when
 static atomic_bool halted;
 
 // Stores and loads that order nothing else: plain moves, which only must not tear.
@@ -140,19 +143,51 @@ static CommStep unpacked(uint64_t step) {
     return (CommStep){(CommOp)(step >> 4 & 15), (DType)(step & 15), step >> 8};
 }
 
-static Noted *note_group(const Comm *c) {
+Noted *note_group(const char *name, int first) {
     for (Noted *n = noted; n < noted + COMM_MOST; n++)
         if (!read_note(n->name)) {
-            note(n->first, c->first), note(n->started, 0), note(n->done, 0), note(n->last, 0), note(n->turn, 0);
-            note(n->name, c->name);
+            note(n->first, first), note(n->started, 0), note(n->done, 0), note(n->last, 0), note(n->turn, 0);
+            note(n->name, name);
             return n;
         }
-    fail_all(EXIT_RUNTIME, "a rank is in %d groups at most, and group %s is one more", COMM_MOST, c->name);
+    fail_all(EXIT_RUNTIME, "a rank is in %d groups at most, and group %s is one more", COMM_MOST, name);
+}
+
+void note_free(Noted *n) {
+    note(n->name, NULL);
+}
+
+void note_start(Noted *n, uint64_t started, CommOp op, DType t, size_t count) {
+    note(n->started, started);
+    note(n->last, packed(op, t, count));
+    note(noted_latest, (int)(n - noted));
+}
+
+void note_turn(Noted *n, CommOp op, DType t, size_t count) {
+    note(n->turn, packed(op, t, count));
+}
+
+void note_done(Noted *n, uint64_t done) {
+    note(n->done, done);
+}
+
+void note_moved(void) {
+    note(noted_moved, seconds_now());
+}
+
+void note_wait(const Noted *n) {
+    note(noted_wait, n ? (int)(n - noted) : -1);
+}
+
+void note_poll(const Noted *n) {
+    note(noted_poll, n ? (int)(n - noted) : -1);
+    note(polled, seconds_now());
 }
 
 void comm_notes(CommNotes *notes) {
     *notes = (CommNotes){
         .latest = read_note(noted_latest), .waiting = read_note(noted_wait), .moved = read_note(noted_moved)};
+    if (notes->waiting < 0 && seconds_now() - read_note(polled) < 1) notes->waiting = read_note(noted_poll);
     for (int i = 0; i < COMM_MOST; i++) {
         Noted *n = &noted[i];
         CommNote *copy = &notes->group[i];
@@ -200,7 +235,7 @@ static size_t slice_items(size_t longest, DType t) {
     return longest < most ? longest : most;
 }
 
-size_t comm_staging_bytes(size_t count, DType t, int size) {
+size_t ring_staging_bytes(size_t count, DType t, int size) {
     if (size == 1 || count == 0) return 0;
     size_t longest = comm_shard_begin(count, size, 1), slice = slice_items(longest, t);
     size_t slices = (longest + slice - 1) / slice;
@@ -216,13 +251,15 @@ static void *at(const void *base, size_t offset) { // in bytes; an empty buffer 
 }
 
 // Slice j of the elements begin..end, in bytes. Shards may differ by an element: the last slice of one may be empty.
-typedef struct {
-    size_t offset, bytes;
-} Piece;
 static Piece piece(const Task *t, size_t j, size_t begin, size_t end) {
     begin += j * t->slice;
     size_t items = begin >= end ? 0 : end - begin < t->slice ? end - begin : t->slice;
     return (Piece){begin * dtype_size(t->type), items * dtype_size(t->type)};
+}
+Piece own_piece(const Comm *c, size_t count, DType t) {
+    size_t begin = comm_shard_begin(count, c->size, c->rank);
+    return (Piece){begin * dtype_size(t),
+                   (comm_shard_begin(count, c->size, c->rank + 1) - begin) * dtype_size(t)};
 }
 static Piece shard_piece(const Comm *c, const Task *t, size_t j, int rank) {
     int shard = around(c, rank);
@@ -275,23 +312,32 @@ static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
 
 // ---- progress -------------------------------------------------------------------------------------------------------
 
+// Is the buffer there?
+static bool has_come(const Comm *c, Task *t) {
+    if (!t->visit.come) return true;
+    void *buf = t->visit.come(t->visit.self);
+    if (!buf) return false;
+    t->out = buf, t->own = at(buf, own_piece(c, t->count, t->type).offset);
+    t->in = t->op == OP_ALL_GATHER ? t->own : buf;
+    return true;
+}
+
 // A task's turn has come. Not earlier: the works before it may be writing what it reads.
 static void begin(Comm *c, Task *t) {
     struct CommRing *ring = c->ring;
     t->begun = true;
-    t->began = trace_begin();
-    note(ring->noted->turn, packed(t->op, t->type, t->count));
+    t->began = seconds_now();
+    note_turn(ring->noted, t->op, t->type, t->count);
     bool reduces = t->op == OP_REDUCE_SCATTER || t->op == OP_ALL_REDUCE;
-    size_t staging = reduces ? comm_staging_bytes(t->count, t->type, c->size) : 0;
+    size_t staging = reduces ? ring_staging_bytes(t->count, t->type, c->size) : 0;
     if (staging > ring->staging_bytes) {
         free(ring->staging);
         ring->staging = obtain(staging);
         ring->staging_bytes = staging;
     }
     if (t->op == OP_ALL_GATHER || c->size == 1) { // this rank's shard is not brought by anybody
-        size_t from = comm_shard_begin(t->count, c->size, c->rank);
-        size_t items = comm_shard_begin(t->count, c->size, c->rank + 1) - from;
-        if (t->own != t->in && items) memmove(t->own, t->in, items * dtype_size(t->type));
+        size_t bytes = own_piece(c, t->count, t->type).bytes;
+        if (t->own != t->in && bytes) memmove(t->own, t->in, bytes);
     }
     for (int i = 0; i < LANES; i++) t->lane[i].slice = (size_t)i;
 }
@@ -333,17 +379,26 @@ static bool advance_lane(Comm *c, Task *t, int i) {
     return moved;
 }
 
+static Moment now(void) { // by the host's clock
+    return (Moment){.seconds = seconds_now()};
+}
+
 // Moves the first work of the queue, and once it is done, the next. Says whether anything moved.
 static bool advance(Comm *c) {
     struct CommRing *ring = c->ring;
     bool moved = false;
     for (Task *t; (t = ring->first);) {
+        if (!t->begun && !has_come(c, t)) break;
         if (!t->begun) begin(c, t);
         for (int i = 0; i < LANES; i++) moved |= advance_lane(c, t, i);
         if (t->arrived < t->slices) break;
         ring->done = t->sequence;
-        note(ring->noted->done, ring->done);
-        if (c->size > 1) trace_end(c->name, comm_op_name[t->op], (long)t->sequence, t->began, t->sent);
+        note_done(ring->noted, ring->done);
+        if (t->visit.go)
+            t->visit.go(t->visit.self, t->sent);
+        else if (c->size > 1)
+            trace_span(c->name, comm_op_name[t->op], (long)t->sequence, (Moment){.seconds = t->began}, now(),
+                       t->sent);
         ring->first = t->next;
         free(t);
         moved = true;
@@ -351,11 +406,15 @@ static bool advance(Comm *c) {
     return moved;
 }
 
-static bool advance_all(void) {
+bool ring_advance(void) {
     bool moved = false;
-    if (read_note(halted)) return usleep(1000), false;
     for (struct CommRing *ring = rings; ring; ring = ring->next) moved |= advance(&ring->comm);
     return moved;
+}
+
+static bool advance_all(void) {
+    if (read_note(halted)) return usleep(1000), false;
+    return comm_advance();
 }
 
 void comm_halt(void) {
@@ -378,12 +437,11 @@ static int tag_of(const Task *t) {
 static Work start(Comm *c, Task task) {
     struct CommRing *ring = c->ring;
     Task *t = obtain(sizeof *t);
+    assert(task.op > OP_REDUCE_SCATTER || add[task.type]); // bytes are not added
     *t = task;
     t->sequence = ++ring->started;
     t->tag = tag_of(t);
-    note(ring->noted->started, ring->started);
-    note(ring->noted->last, packed(t->op, t->type, t->count));
-    note(noted_latest, (int)(ring->noted - noted));
+    note_start(ring->noted, ring->started, t->op, t->type, t->count);
     c->count[t->op].calls++;
     if (c->size > 1 && t->op == OP_BARRIER) {
         t->slices = 1;
@@ -396,53 +454,63 @@ static Work start(Comm *c, Task task) {
     }
     *(ring->first ? &ring->last->next : &ring->first) = t;
     ring->last = t;
-    advance(c);                      // the first messages leave now
-    return (Work){c, ring->started}; // t may be done, and gone
+    advance(c);                                          // the first messages leave now
+    return (Work){.comm = c, .sequence = ring->started}; // t may be done, and gone
 }
 
-// Other ranks may be short of a core to run on, so an idle turn is given away.
-void comm_wait(Work w) {
-    if (!w.comm || w.comm->ring->done >= w.sequence) return;
+// Other ranks may be short of a core to run on, so an idle turn is given away. Where the buffer has not come yet, it is not
+// the others that this rank waits for.
+void ring_finish(Work w) {
     struct CommRing *ring = w.comm->ring;
+    note_moved();
+    while (ring->done < w.sequence) {
+        note_wait(ring->first->begun ? ring->noted : NULL);
+        if (advance_all())
+            note_moved();
+        else
+            sched_yield();
+    }
+    note_wait(NULL);
+}
+
+void ring_wait(Work w) {
+    struct CommRing *ring = w.comm->ring;
+    if (ring->done >= w.sequence) return;
     double began = seconds_now();
     Task *t = ring->first;
     while (t->sequence != w.sequence) t = t->next;
     CommOp op = t->op;
-    note(noted_moved, began);
-    note(noted_wait, (int)(ring->noted - noted));
-    while (ring->done < w.sequence)
-        if (advance_all())
-            note(noted_moved, seconds_now());
-        else
-            sched_yield();
-    note(noted_wait, -1);
+    ring_finish(w);
     w.comm->count[op].exposed_ms += 1e3 * (seconds_now() - began);
-    if (w.comm->size > 1) trace_end("compute", wait_name[op], (long)w.sequence, began, 0);
+    if (w.comm->size > 1)
+        trace_span("compute", comm_wait_name[op], (long)w.sequence, (Moment){.seconds = began}, now(), 0);
 }
 
 // ---- the collectives ------------------------------------------------------------------------------------------------
 
-static void *own_place(const Comm *c, void *whole, size_t count, DType t) {
-    return at(whole, comm_shard_begin(count, c->size, c->rank) * dtype_size(t));
+Work ring_start_visit(Comm *c, CommOp op, size_t count, DType t, int root, Visit visit) {
+    return start(c, (Task){.op = op, .type = t, .count = count, .root = root, .visit = visit});
 }
 
-Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t) {
-    assert(add[t]);
+static void *own_place(const Comm *c, void *whole, size_t count, DType t) {
+    return at(whole, own_piece(c, count, t).offset);
+}
+
+Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t) {
     void *own = own_place(c, buf, count, t);
     return start(c, (Task){.op = OP_ALL_REDUCE, .type = t, .count = count, .in = buf, .own = own, .out = buf});
 }
 
-Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
-    assert(add[t]);
+Work comm_host_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
     return start(c, (Task){.op = OP_REDUCE_SCATTER, .type = t, .count = count, .in = in, .own = out});
 }
 
-Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) {
+Work comm_host_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) {
     void *own = own_place(c, out, count, t);
     return start(c, (Task){.op = OP_ALL_GATHER, .type = t, .count = count, .in = in, .own = own, .out = out});
 }
 
-Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
+Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
     return start(c, (Task){.op = OP_BROADCAST, .type = t, .count = count, .out = buf, .root = root});
 }
 
@@ -451,14 +519,14 @@ Work comm_barrier(Comm *c) {
 }
 
 double comm_sum(Comm *c, double x) {
-    comm_wait(comm_all_reduce(c, &x, 1, DTYPE_F64));
+    comm_wait(comm_host_all_reduce(c, &x, 1, DTYPE_F64));
     return x;
 }
 
 double comm_max(Comm *c, double x) {
     size_t n = (size_t)c->size;
     double *all = obtain(n * sizeof *all), max = x;
-    comm_wait(comm_all_gather(c, all, &x, n, DTYPE_F64));
+    comm_wait(comm_host_all_gather(c, all, &x, n, DTYPE_F64));
     for (size_t r = 0; r < n; r++)
         if (all[r] > max || isnan(all[r])) max = all[r]; // one NaN among the ranks is the answer on all of them
     free(all);
@@ -531,7 +599,7 @@ static Comm *comm_of(MPI_Comm mpi, const char *name) {
     mpi_check(MPI_Comm_rank(mpi, &c->rank));
     mpi_check(MPI_Comm_size(mpi, &c->size));
     c->first = first_of(mpi);
-    ring->noted = note_group(c);
+    ring->noted = note_group(name, c->first);
     while (*end) end = &(*end)->next;
     return *end = ring, c;
 }
@@ -548,7 +616,7 @@ static atomic_int *shared_word(Comm *neighbours) {
         first.fd = memfd_create("ultrascale", MFD_CLOEXEC);
         if (ftruncate(first.fd, sizeof(atomic_int)) < 0 || fstat(first.fd, &first.file) < 0) first.pid = 0;
     }
-    comm_wait(comm_broadcast(neighbours, &first, sizeof first, DTYPE_U8, 0));
+    comm_wait(comm_host_broadcast(neighbours, &first, sizeof first, DTYPE_U8, 0));
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", first.pid, first.fd);
     struct stat mine;
@@ -573,6 +641,7 @@ Comm *comm_init(int *argc, char ***argv) {
     setenv("OMPI_MCA_btl_tcp_max_send_size", "1048576", 0);
     mpi_check(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided));
     fail_abort = comm_abort;
+    device_while_waiting = comm_progress;
     mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN)); // groups inherit it
     MPI_Comm mpi, here;
     mpi_check(MPI_Comm_dup(MPI_COMM_WORLD, &mpi));
@@ -598,18 +667,21 @@ Host comm_host(void) {
 
 Comm *comm_split(Comm *parent, int color, int key, const char *name) {
     MPI_Comm mpi;
-    comm_wait((Work){parent, parent->ring->started}); // MPI_Comm_split would not move what is under way
+    ring_wait((Work){.comm = parent, .sequence = parent->ring->started}); // MPI_Comm_split would not move it
     mpi_check(MPI_Comm_split(parent->ring->mpi, color, key, &mpi));
-    return comm_of(mpi, name);
+    Comm *c = comm_of(mpi, name);
+    comm_connect(c);
+    return c;
 }
 
 void comm_free(Comm *c) {
     struct CommRing *ring = c->ring, **link = &rings;
+    comm_disconnect(c);
     if (ring->first)
         fail(EXIT_RUNTIME, "group %s ends with a %s under way", c->name, comm_op_name[ring->first->op]);
     while (*link != ring) link = &(*link)->next;
     *link = ring->next;
-    note(ring->noted->name, NULL);
+    note_free(ring->noted);
     mpi_check(MPI_Comm_free(&ring->mpi));
     free(ring->staging);
     free(ring);
@@ -617,6 +689,7 @@ void comm_free(Comm *c) {
 
 int comm_list(Comm **list, int max) {
     int n = 0;
+    advance_all(); // what a GPU has done by now is counted
     for (struct CommRing *ring = rings; ring; ring = ring->next, n++)
         if (n < max) list[n] = &ring->comm;
     return n;

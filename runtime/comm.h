@@ -6,9 +6,16 @@
 // Until then, neither buffer may be touched. Works on one Comm complete in the order in which they were started, and
 // all ranks of the Comm must start them in the same order.
 //
-// On CPU the reductions and all_gather are a ring over MPI_Isend/MPI_Irecv (Patarasuk & Yuan 2009): size − 1 hops (twice
-// that for all_reduce), in each of which a rank sends to rank + 1 and receives from rank − 1. The order of the sums is fixed: shard s is summed along the ring,
-// starting at rank s + 1 and ending at its owner, rank s. bf16 is added in fp32 and rounded once a hop.
+// Buffers are the device's memory. What the host has to say (counters, names, hashes) goes through comm_host_*: the same
+// collectives on the host's memory. comm.c holds these, for all devices, and on the CPU they are the same thing
+// (comm_cpu.c). On a GPU (comm_cuda.c) each group has a stream of its own, on which NCCL sums and sends; or, with --comm mpi,
+// the device's buffers are copied to the host, travel by the ring, and are copied back. There comm_wait makes the compute
+// stream wait, not the host, but for what the ring still has to bring. The order of NCCL's sums is NCCL's own.
+//
+// The ring: reductions and all_gather over MPI_Isend/MPI_Irecv (Patarasuk & Yuan 2009): size − 1 hops (twice
+// that for all_reduce), in each of which a rank sends to rank + 1 and receives from rank − 1. The order of the sums is
+// fixed: shard s is summed along the ring, starting at rank s + 1 and ending at its owner, rank s. bf16 is added in fp32
+// and rounded once a hop.
 // A group of one is still a group: its collectives copy, and send nothing.
 #ifndef COMM_H
 #define COMM_H
@@ -32,8 +39,8 @@ extern const char *const comm_op_name[COMM_OPS];
 
 typedef struct {
     uint64_t calls;
-    uint64_t bytes;    // sent by this rank, counted where they are sent
-    double exposed_ms; // time blocked in comm_wait
+    uint64_t bytes;    // sent by this rank, counted where they are sent (NCCL's: as the ring would send them)
+    double exposed_ms; // time that compute has waited: the host in comm_wait, on a GPU the compute stream
 } CommCount;
 
 typedef struct Comm {
@@ -41,13 +48,21 @@ typedef struct Comm {
     int rank, size;   // mine, and how many
     int first;        // the world rank of its rank 0: tells groups of the same name apart
     CommCount count[COMM_OPS];
-    struct CommRing *ring; // private: MPI communicator, queue of works, staging buffers
+    struct CommRing *ring;     // private: MPI communicator, queue of works, staging buffers
+    struct CommStream *stream; // private, on a GPU: its stream, its works, NCCL's communicator
 } Comm;
 
 typedef struct {
     Comm *comm;
     uint64_t sequence; // the number of this work on its Comm; comm_wait returns once all up to it are done
+    bool device;       // it is a work on device memory, and these are numbered apart (on a GPU)
 } Work;
+
+// How device memory travels. On the CPU there is the ring alone.
+typedef enum { TRANSPORT_NCCL, TRANSPORT_MPI } Transport;
+#define TRANSPORTS "nccl|mpi"
+// Before the first comm_split, which connects the new group by it. A group that is older carries no device memory, on a GPU.
+void comm_use(Transport t);
 
 // Starts MPI (or, built with MPI=0, a world of one) and returns the group of all ranks.
 Comm *comm_init(int *argc, char ***argv);
@@ -61,17 +76,18 @@ void comm_halt(void);
 // The ranks of parent that pass the same color, ordered by (key, parent rank). Collective over the parent.
 Comm *comm_split(Comm *parent, int color, int key, const char *name);
 void comm_free(Comm *c);
-// Every Comm alive, for the end-of-run table of counters; returns how many, fills up to max.
+// Every Comm alive, for the end-of-run table of counters (a GPU's waits are counted once they are over; here at the latest);
+// returns how many, fills up to max.
 int comm_list(Comm **list, int max);
 
 // Where rank r's shard of `count` elements begins; shard r ends where r + 1's begins, the last at count. Shards
 // differ in length by at most one element, the longer ones first. ZeRO, the ring and checkpoints cut alike.
 size_t comm_shard_begin(size_t count, int size, int r);
-// What a Comm of this size keeps for the sums under way, once it has reduced `count` elements: a constant at most. Over
-// the reductions of a Comm, the largest counts.
+// What a Comm of this size keeps in device memory for the sums under way, once it has reduced `count` elements: a constant
+// at most. Over the reductions of a Comm, the largest counts.
 size_t comm_staging_bytes(size_t count, DType t, int size);
 
-// Sum of buf [count] over the group, in place, same bits on every rank: reduce_scatter, then all_gather.
+// Sum of buf [count] over the group, in place, same bits on every rank: reduce_scatter, then all_gather (NCCL has its own).
 Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t);
 // in [count] summed over the group; this rank's shard of the sum is written to out [its shard's length].
 // out may lie inside in, at the shard's own place. in is not changed elsewhere.
@@ -80,10 +96,15 @@ Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType
 Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 // buf [count] of rank root goes to all.
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
-Work comm_barrier(Comm *c);
+// The same on the host's memory.
+Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t);
+Work comm_host_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t);
+Work comm_host_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
+Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
+Work comm_barrier(Comm *c); // of the hosts
 
-// Returns once w and everything started before it on its Comm is done; at once for (Work){0}, which was never started.
-// A test loop, with a progress call in it.
+// Returns once w and everything started before it on its Comm is done (on a GPU: once the compute stream is told to wait
+// for that); at once for (Work){0}, which was never started. A test loop, with a progress call in it.
 void comm_wait(Work w);
 // Moves whatever is under way; called between the operations of a block, so that messages travel during compute.
 void comm_progress(void);
@@ -118,7 +139,7 @@ typedef struct {
 } CommNote;
 typedef struct {
     int latest;                // the group, of those below, that a work was started in last
-    int waiting;               // in which one comm_wait is; −1: in none
+    int waiting;               // in which one comm_wait is, or the GPU for which the host waits; −1: in none
     double moved;              // since when nothing has moved (CLOCK_MONOTONIC, seconds)
     CommNote group[COMM_MOST]; // an empty name: no group
 } CommNotes;

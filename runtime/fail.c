@@ -75,7 +75,8 @@ int launch_size(void) {
 }
 
 int launch_local_rank(void) {
-    return first_set((const char *[]){"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", NULL},
+    return first_set((const char *[]){"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID",
+                                      "SLURM_LOCALID", NULL},
                      0);
 }
 

@@ -115,7 +115,7 @@ static void print_default(const Flag *f) {
         if (*(double *)f->value >= 0) printf(" (%g)", *(double *)f->value);
         break;
     case FLAG_CHOICE:
-        printf(" (%s)", flag_choice(f->choices, *(int *)f->value));
+        if (*(int *)f->value >= 0) printf(" (%s)", flag_choice(f->choices, *(int *)f->value));
         break;
     default:
         break;

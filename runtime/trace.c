@@ -8,6 +8,9 @@
 // A clock that runs too fast by the same amount all the time is set right by that; what is left is the error of the two
 // measurements, half a message's way there and back at most. Ranks of one host read the same clock, and ask nobody.
 //
+// On a GPU a moment is an event of a stream, and its time is known once the stream has come there. They are asked for some
+// thousands of spans at a time, of the oldest, so that the host need not wait for what it has just queued.
+//
 // The file: Chrome's trace-event format (Duff & others, "Trace Event Format", 2016), an event a line. Each rank writes
 // its own lines, sends them to rank 0 some thousands at a time, and rank 0 puts them into the file.
 #include "trace.h"
@@ -23,23 +26,24 @@
 #include <string.h>
 
 typedef struct {
-    double began, ended;
+    Moment began, ended;
     const char *track, *name;
     long number;
     size_t bytes;
 } Span;
 
 typedef struct { // a category's live bytes, from then on
-    double at;
+    Moment at;
+    bool together; // with the one before, and at its moment
     int category;
     size_t bytes;
 } Change;
 
 typedef struct {
-    double at, offset; // on this rank's clock; seconds from there to rank 0's
+    double at, offset; // on this rank's clock; seconds from there to the trace's time
 } ClockReading;
 
-enum { LINES_AT_ONCE = 4096 };
+enum { LINES_AT_ONCE = 4096, MOMENTS_AT_ONCE = 2048 };
 
 static bool recording;
 static const char *file_path;
@@ -49,8 +53,9 @@ static double origin; // on rank 0's clock: where the trace's time begins
 static Span *spans;
 static Change *changes;
 static size_t n_spans, span_room, n_changes, change_room;
-static size_t live[MEM_CATEGORIES]; // as in the last sample
-static bool used[MEM_CATEGORIES];   // was it ever more than nothing?
+static size_t known_spans, known_changes; // the first ones: their moments are times
+static size_t live[MEM_CATEGORIES];       // as in the last sample
+static bool used[MEM_CATEGORIES];         // was it ever more than nothing?
 
 // items, with room for one more.
 static void *with_room(void *items, size_t count, size_t *room, size_t size) {
@@ -64,7 +69,7 @@ static void *with_room(void *items, size_t count, size_t *room, size_t size) {
 
 static ClockReading read_clock(Comm *world) {
     double offset = comm_host().hosts > 1 ? comm_clock_offset(world) : 0;
-    return (ClockReading){seconds_now(), offset};
+    return (ClockReading){seconds_now(), offset - origin};
 }
 
 void trace_open(Comm *world, const char *path) {
@@ -73,30 +78,66 @@ void trace_open(Comm *world, const char *path) {
     if (world->rank == 0 && !(file = fopen(path, "w")))
         fail(EXIT_USAGE, "--trace %s: %s", path, strerror(errno));
     origin = seconds_now();
-    comm_wait(comm_broadcast(world, &origin, 1, DTYPE_F64, 0));
+    comm_wait(comm_host_broadcast(world, &origin, 1, DTYPE_F64, 0));
     opened = read_clock(world);
     recording = true;
     trace_memory();
 }
 
-double trace_begin(void) {
-    return recording ? seconds_now() : 0;
+static void become_known(Moment *m) {
+    *m = (Moment){device_moment_seconds(*m), NULL};
 }
 
-void trace_end(const char *track, const char *name, long number, double began, size_t bytes) {
-    if (!recording || began < opened.at) return; // it began before the trace did
+// All but the newest `rest` spans and changes get their times; where some are to be left, without waiting for any.
+static void find_times(size_t rest) {
+    for (; known_spans + rest < n_spans; known_spans++) {
+        Span *s = &spans[known_spans];
+        if (rest && !device_moment_reached(s->ended)) break;
+        become_known(&s->began);
+        become_known(&s->ended);
+        if (s->ended.seconds < s->began.seconds) s->ended = s->began; // by the error of two clocks
+    }
+    for (; known_changes + rest < n_changes; known_changes++) {
+        Change *c = &changes[known_changes];
+        if (rest && !c->together && !device_moment_reached(c->at)) break;
+        if (c->together)
+            c->at = c[-1].at;
+        else
+            become_known(&c->at);
+    }
+}
+
+Moment trace_begin(void) {
+    return recording ? device_moment() : (Moment){0};
+}
+
+void trace_end(const char *track, const char *name, long number, Moment began, size_t bytes) {
+    if (recording) trace_span(track, name, number, began, device_moment(), bytes);
+}
+
+void trace_span(const char *track, const char *name, long number, Moment began, Moment ended, size_t bytes) {
+    if (!recording) return;
+    if (began.seconds < opened.at) { // it began before the trace did: its events alone are given back
+        become_known(&began);
+        become_known(&ended);
+        return;
+    }
     spans = with_room(spans, n_spans, &span_room, sizeof *spans);
-    spans[n_spans++] = (Span){began, seconds_now(), track, name, number, bytes};
+    spans[n_spans++] = (Span){began, ended, track, name, number, bytes};
+    if (n_spans - known_spans > 2 * MOMENTS_AT_ONCE) find_times(MOMENTS_AT_ONCE);
 }
 
 void trace_memory(void) {
     if (!recording) return;
-    double now = seconds_now();
+    Moment now = {0};
+    bool together = false;
     for (int i = 0; i < MEM_CATEGORIES; i++) {
         if (ledger.live[i] == live[i]) continue;
+        if (!together) now = device_moment();
         changes = with_room(changes, n_changes, &change_room, sizeof *changes);
-        changes[n_changes++] = (Change){now, i, live[i] = ledger.live[i]};
+        changes[n_changes++] = (Change){now, together, i, live[i] = ledger.live[i]};
         used[i] |= live[i] > 0;
+        together = true;
     }
 }
 
@@ -133,14 +174,14 @@ static Tracks find_tracks(void) {
 // A span stands before those inside it.
 static int by_time(const void *a, const void *b) {
     const Span *x = a, *y = b;
-    if (x->began != y->began) return x->began < y->began ? -1 : 1;
-    return x->ended > y->ended ? -1 : x->ended < y->ended;
+    if (x->began.seconds != y->began.seconds) return x->began.seconds < y->began.seconds ? -1 : 1;
+    return x->ended.seconds > y->ended.seconds ? -1 : x->ended.seconds < y->ended.seconds;
 }
 
 // Nanoseconds from the trace's beginning: whole ones, so that what lies inside another span still does when rounded.
 static int64_t trace_time(double at) {
     double way = closed.at > opened.at ? (at - opened.at) / (closed.at - opened.at) : 0;
-    return llround(1e9 * (at + opened.offset + way * (closed.offset - opened.offset) - origin));
+    return llround(1e9 * (at + opened.offset + way * (closed.offset - opened.offset)));
 }
 
 static void put_string(FILE *out, const char *s) {
@@ -174,10 +215,10 @@ static void put_names(FILE *out, int rank, const Tracks *t) {
 }
 
 static void put_span(FILE *out, int rank, const Tracks *t, const Span *s) {
-    int64_t began = trace_time(s->began);
+    int64_t began = trace_time(s->began.seconds);
     fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%zu", rank, track_number(t, s->track));
     put_time(out, "ts", began);
-    put_time(out, "dur", trace_time(s->ended) - began);
+    put_time(out, "dur", trace_time(s->ended.seconds) - began);
     fprintf(out, ",\"name\":");
     put_string(out, s->name);
     fprintf(out, ",\"args\":{");
@@ -190,9 +231,9 @@ static void put_span(FILE *out, int rank, const Tracks *t, const Span *s) {
 static void put_memory(FILE *out, int rank, size_t i) {
     static size_t now[MEM_CATEGORIES];
     now[changes[i].category] = changes[i].bytes;
-    if (i + 1 < n_changes && changes[i + 1].at == changes[i].at) return; // one sample
+    if (i + 1 < n_changes && changes[i + 1].together) return; // one sample
     fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"memory\"", rank);
-    put_time(out, "ts", trace_time(changes[i].at));
+    put_time(out, "ts", trace_time(changes[i].at.seconds));
     const char *separator = ",\"args\":{";
     for (int c = 0; c < MEM_CATEGORIES; c++) {
         if (!used[c]) continue;
@@ -225,9 +266,9 @@ static void write_rank(Comm *world, int r, const Tracks *t) {
     for (size_t part = 0; bytes > 0; part++) {
         char *text = NULL;
         if (world->rank == r) bytes = (int64_t)next_lines(r, t, part, &text);
-        comm_wait(comm_broadcast(world, &bytes, 1, DTYPE_I64, r));
+        comm_wait(comm_host_broadcast(world, &bytes, 1, DTYPE_I64, r));
         if (world->rank != r) text = host_alloc((size_t)bytes, 1);
-        comm_wait(comm_broadcast(world, text, (size_t)bytes, DTYPE_U8, r));
+        comm_wait(comm_host_broadcast(world, text, (size_t)bytes, DTYPE_U8, r));
         if (world->rank == 0) write_file(text, (size_t)bytes);
         free(text);
     }
@@ -236,6 +277,7 @@ static void write_rank(Comm *world, int r, const Tracks *t) {
 void trace_close(Comm *world) {
     if (!recording) return;
     recording = false;
+    find_times(0);
     closed = read_clock(world);
     qsort(spans, n_spans, sizeof *spans, by_time);
     Tracks t = find_tracks();

@@ -366,6 +366,7 @@ static void invite(void) {
     struct ifaddrs *all = NULL;
     getifaddrs(&all);
     const unsigned loopback[] = {IFF_LOOPBACK, 0}; // the nearest way first
+    invitation.n = 0;
     for (int pass = 0; pass < 2; pass++)
         for (struct ifaddrs *i = all; i && invitation.n < ADDRESSES; i = i->ifa_next) {
             if (!i->ifa_addr || !(i->ifa_flags & IFF_UP)) continue;
@@ -381,14 +382,14 @@ static void invite(void) {
 
 void watchdog_start(Comm *all, double seconds) {
     if (all->size == 1) return;
-    world = all, timeout = seconds, period = fmin(0.5, timeout / 6);
+    world = all, timeout = seconds, period = fmin(0.5, timeout / 6), leaving = false;
     if (world->rank == 0) {
         invite();
         latest = host_alloc((size_t)world->size, sizeof *latest);
         heard = host_alloc((size_t)world->size, sizeof *heard);
         for (int r = 0; r < world->size; r++) heard[r] = seconds_now(), latest[r].notes.waiting = -1;
     }
-    comm_wait(comm_broadcast(world, &invitation, sizeof invitation, DTYPE_U8, 0));
+    comm_wait(comm_host_broadcast(world, &invitation, sizeof invitation, DTYPE_U8, 0));
     sigset_t every, before;
     sigfillset(&every);
     pthread_sigmask(SIG_SETMASK, &every, &before); // signals are the main thread's

@@ -9,7 +9,8 @@
 
 #include "comm.h"
 
-// Starts the threads; nothing to do in a world of one. timeout: seconds in comm_wait in which nothing moves. Collective.
+// Starts the threads; nothing to do in a world of one. timeout: seconds in which nothing moves, in comm_wait or on a
+// GPU that waits for others. Collective.
 void watchdog_start(Comm *world, double timeout);
 // Ends them, before comm_finalize. Collective.
 void watchdog_stop(void);

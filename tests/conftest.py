@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "dev"))
 # One seed for everything random in a session: SEED=$RANDOM make test draws other layouts, models and weights.
 SEED = int(os.environ.get("SEED", 2026))
 BUILD_SECONDS, RUN_SECONDS = 900, 240
+os.environ["DEVICE"] = "cpu"  # what make builds for a test that names no device, even beside a GPU
 
 
 def pytest_configure(config):
@@ -33,13 +34,13 @@ def pytest_report_header(config):
 _built = {}
 
 
-def build(precision="fp32", sanitize="", mpi=1, program="train"):
+def build(precision="fp32", sanitize="", mpi=1, program="train", device="cpu"):
     """The program of this variant, made at most once a session."""
-    key = (precision, sanitize, mpi, program)
+    key = (precision, sanitize, mpi, program, device)
     if key not in _built:
-        variant = f"cpu-{precision}{'' if mpi else '-nompi'}{'-sanitized' if sanitize else ''}"
+        variant = f"{device}-{precision}{'' if mpi else '-nompi'}{'-sanitized' if sanitize else ''}"
         program = f"build/{variant}/{program}"
-        options = [f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
+        options = [f"DEVICE={device}", f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
         made = subprocess.run(
             ["make", "-s", "-C", str(ROOT), *options, program], capture_output=True, text=True, timeout=BUILD_SECONDS
         )
@@ -114,14 +115,14 @@ def run_program(program, flags, ranks=1, timeout=RUN_SECONDS, log=None, cwd=None
 
 @pytest.fixture
 def train(tmp_path):
-    """train(flag, value, …, ranks=1, precision="fp32", fails=False) → Run: runs the program with a log of its own.
+    """train(flag, value, …, ranks=1, precision="fp32", device="cpu", fails=False) → Run: runs the program, with a log.
 
     Unless it is said to fail, it must not."""
     numbers = itertools.count()
 
-    def train(*flags, ranks=1, precision="fp32", sanitize="", fails=False, timeout=RUN_SECONDS, env=None):
+    def train(*flags, ranks=1, precision="fp32", sanitize="", device="cpu", fails=False, timeout=RUN_SECONDS, env=None):
         log = tmp_path / f"log-{next(numbers)}.jsonl"
-        r = run_program(build(precision, sanitize), flags, ranks, timeout, log, env=env)
+        r = run_program(build(precision, sanitize, device=device), flags, ranks, timeout, log, env=env)
         assert fails or r.code == 0, f"{r}"
         return r
 

@@ -85,10 +85,10 @@ static Work pass(Call c) {
     if (c.op != OP_ALL_GATHER) {
         if (happens("stop", &stops)) raise(SIGSTOP);
         if (happens("sleep", &sleeps)) sleep_at_fault();
-        if (happens("skip", &skips)) return (Work){NULL, 0};
+        if (happens("skip", &skips)) return (Work){.comm = NULL};
         if (happens("swap", &swaps)) {
             later = c;
-            return (Work){c.comm, started_on(c.comm) + 2};
+            return (Work){.comm = c.comm, .sequence = started_on(c.comm) + 2};
         }
     }
     Work w = start(c);

@@ -254,7 +254,8 @@ class Fp8Matrix(ctypes.Structure):
 
 
 class KernelFlops(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_double) for n in ("gemm_forward", "gemm_backward", "attention_forward", "attention_backward")]
+    _fields_ = [(n, ctypes.c_double) for n in (
+        "gemm_forward", "gemm_backward", "attention_forward", "attention_backward", "gemm_fp8")]
 
 
 TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "size_t": ctypes.c_size_t, "int": ctypes.c_int,
@@ -279,6 +280,8 @@ def prototypes():
     def arguments(list_):
         for argument in filter(None, map(str.strip, list_.split(","))):
             words = argument.replace("const ", "").split()
+            if words == ["void"]:
+                continue
             yield ctypes.c_void_p if "*" in argument else TYPES[words[0]]
 
     found, shapes = {}, {}

@@ -1,9 +1,14 @@
-// Every collective against sums made by one rank alone, in the order that comm.h promises: the bits must agree.
+// Every collective against sums made by one rank alone, in the order that comm.h promises: the bits must agree. First on the
+// host's memory, then on the device's, by each transport (NCCL sums in an order of its own: there, numbers of which every sum
+// is exact).
 // Runs on any number of ranks. A check that fails on one rank is remembered, so that all ranks stay in step; at the
 // end of each test the ranks ask each other. With an argument, the program shows one way to start or to end instead.
 #include "runtime/comm.h"
+#include "runtime/device.h"
 #include "runtime/fail.h"
 #include "runtime/launch.h"
+#include "runtime/log.h"
+#include "runtime/trace.h"
 #include "runtime/watchdog.h"
 #include "kernels/precision.h"
 
@@ -47,10 +52,12 @@ static uint32_t hash(uint32_t rank, size_t i) {
     return (uint32_t)x;
 }
 
-// Element i of what a rank brings. Floats of many sizes, so that another order of the sums gives other bits.
+// Element i of what a rank brings. Floats of many sizes, so that another order of the sums gives other bits; or small ones, of
+// which it does not.
+static bool exact;
 static void put(void *at, DType t, int rank, size_t i) {
     uint32_t h = hash((uint32_t)rank, i);
-    float f = ldexpf((float)(int32_t)h, -31 + (int)(h % 8));
+    float f = exact ? (float)(h % 9) - 4 : ldexpf((float)(int32_t)h, -31 + (int)(h % 8));
     switch (t) {
     case DTYPE_F32:
         memcpy(at, &f, 4);
@@ -59,7 +66,7 @@ static void put(void *at, DType t, int rank, size_t i) {
         memcpy(at, &(bf16){float_to_bf16(f)}, 2);
         break;
     case DTYPE_F64:
-        memcpy(at, &(double){f * 1.000000001}, 8);
+        memcpy(at, &(double){exact ? f : f * 1.000000001}, 8);
         break;
     case DTYPE_I32:
         memcpy(at, &(int32_t){(int32_t)(h >> 4)}, 4);
@@ -150,17 +157,17 @@ static void try_all(Comm *c, const int *member, size_t count, DType t) {
 
     if (t != DTYPE_U8) {
         char *sum = ring_sum(count, t, member, c->size), *shard = buffer(mine);
-        comm_wait(comm_reduce_scatter(c, shard, in, count, t));
+        comm_wait(comm_host_reduce_scatter(c, shard, in, count, t));
         check(memcmp(shard, sum + from, mine) == 0);
         check(memcmp(in, copy, bytes) == 0);
         check(SENT(OP_REDUCE_SCATTER) == bytes - mine);
 
-        comm_wait(comm_reduce_scatter(c, in + from, in, count, t)); // out inside in
+        comm_wait(comm_host_reduce_scatter(c, in + from, in, count, t)); // out inside in
         check(memcmp(in + from, shard, mine) == 0);
         memcpy(in + from, copy + from, mine);
         check(memcmp(in, copy, bytes) == 0);
 
-        comm_wait(comm_all_reduce(c, in, count, t));
+        comm_wait(comm_host_all_reduce(c, in, count, t));
         check(memcmp(in, sum, bytes) == 0);
         check(memcmp(in + from, shard, mine) == 0);
         check(SENT(OP_ALL_REDUCE) == (bytes - mine) + (bytes - next));
@@ -168,7 +175,7 @@ static void try_all(Comm *c, const int *member, size_t count, DType t) {
             check(SENT(OP_ALL_REDUCE) == 2 * bytes / (size_t)c->size * (size_t)(c->size - 1));
 
         char *all = buffer(bytes);
-        comm_wait(comm_all_gather(c, all, shard, count, t));
+        comm_wait(comm_host_all_gather(c, all, shard, count, t));
         check(memcmp(all, sum, bytes) == 0);
         buffer_free(all, bytes);
         buffer_free(shard, mine);
@@ -180,13 +187,13 @@ static void try_all(Comm *c, const int *member, size_t count, DType t) {
         for (size_t i = comm_shard_begin(count, c->size, s); i < comm_shard_begin(count, c->size, s + 1); i++)
             put(expected + i * item, t, member[s], i);
     memcpy(before, c->count, sizeof before);
-    comm_wait(comm_all_gather(c, all, copy + from, count, t));
+    comm_wait(comm_host_all_gather(c, all, copy + from, count, t));
     check(memcmp(all, expected, bytes) == 0);
     check(SENT(OP_ALL_GATHER) == bytes - next);
     memset(all, 0x11, bytes);
     memcpy(all + from, copy + from, mine);
-    comm_wait(comm_all_gather(c, all + from, all + from, 0, t)); // nothing to do
-    comm_wait(comm_all_gather(c, all, all + from, count, t));    // in inside out
+    comm_wait(comm_host_all_gather(c, all + from, all + from, 0, t)); // nothing to do
+    comm_wait(comm_host_all_gather(c, all, all + from, count, t));    // in inside out
     check(memcmp(all, expected, bytes) == 0);
 
     for (int root = 0; root < c->size; root++) {
@@ -194,7 +201,7 @@ static void try_all(Comm *c, const int *member, size_t count, DType t) {
         char *told = brought(count, t, member[root]);
         memset(all, 0x22, bytes);
         if (r == root) memcpy(all, told, bytes);
-        comm_wait(comm_broadcast(c, all, count, t, root));
+        comm_wait(comm_host_broadcast(c, all, count, t, root));
         check(memcmp(all, told, bytes) == 0);
         check(SENT(OP_BROADCAST) == (right == root ? 0 : bytes));
         buffer_free(told, bytes);
@@ -283,7 +290,7 @@ static void test_split(void **state) {
 
     int32_t *place = calloc((size_t)half->size, sizeof *place);
     place[half->rank] = world->rank;
-    comm_wait(comm_all_gather(half, place, place + half->rank, (size_t)half->size, DTYPE_I32));
+    comm_wait(comm_host_all_gather(half, place, place + half->rank, (size_t)half->size, DTYPE_I32));
     for (int r = 0; r + 1 < half->size; r++) check(place[r] == place[r + 1] + 2);
     check(place[half->size - 1] == world->rank % 2);
     for (DType t = DTYPE_F32; t <= DTYPE_U8; t++)
@@ -313,7 +320,7 @@ static void test_in_flight(void **state) {
     Work work[2 * WORKS];
     for (int i = 0; i < 2 * WORKS; i++) {
         buf[i] = (float *)brought(COUNT, DTYPE_F32, world->rank);
-        work[i] = comm_all_reduce(i % 2 ? world : other, buf[i], COUNT, DTYPE_F32);
+        work[i] = comm_host_all_reduce(i % 2 ? world : other, buf[i], COUNT, DTYPE_F32);
         check(work[i].comm == (i % 2 ? world : other));
     }
     for (int i = 0; i < 2; i++) check(work[i].sequence + WORKS - 1 == work[2 * WORKS - 2 + i].sequence);
@@ -333,9 +340,9 @@ static void test_in_flight(void **state) {
     size_t from = comm_shard_begin(COUNT, world->size, world->rank);
     size_t mine = comm_shard_begin(COUNT, world->size, world->rank + 1) - from;
     float *shard = (float *)buffer(mine * 4);
-    comm_reduce_scatter(world, shard, in, COUNT, DTYPE_F32);
-    comm_all_gather(world, all, shard, COUNT, DTYPE_F32);
-    comm_wait(comm_broadcast(world, all, COUNT, DTYPE_F32, 0));
+    comm_host_reduce_scatter(world, shard, in, COUNT, DTYPE_F32);
+    comm_host_all_gather(world, all, shard, COUNT, DTYPE_F32);
+    comm_wait(comm_host_broadcast(world, all, COUNT, DTYPE_F32, 0));
     check(memcmp(all, sum, COUNT * 4) == 0);
     buffer_free((char *)shard, mine * 4);
     buffer_free((char *)all, COUNT * 4);
@@ -355,7 +362,7 @@ static void test_progress(void **state) {
     float *buf = (float *)brought(COUNT, DTYPE_F32, world->rank);
     float *sum = (float *)ring_sum(COUNT, DTYPE_F32, member, world->size);
     comm_wait(comm_barrier(world));
-    Work w = comm_all_reduce(other, buf, COUNT, DTYPE_F32);
+    Work w = comm_host_all_reduce(other, buf, COUNT, DTYPE_F32);
     time_t deadline = time(NULL) + 20;
     while (memcmp(buf, sum, COUNT * 4) != 0 && time(NULL) < deadline) comm_progress(), sched_yield();
     check(memcmp(buf, sum, COUNT * 4) == 0);
@@ -394,6 +401,10 @@ static void test_small_things(void **state) {
 static void test_staging(void **state) {
     (void)state;
     const size_t slice = 512 << 10;
+    if (device_count() > 0) { // the ring's sums are not in its memory
+        check(comm_staging_bytes(1000, DTYPE_F32, 4) == 0);
+        return agree();
+    }
     check(comm_staging_bytes(1000, DTYPE_F32, 1) == 0 && comm_staging_bytes(0, DTYPE_F32, 4) == 0);
     check(comm_staging_bytes(1000, DTYPE_F32, 4) == 2 * 250 * 4);
     check(comm_staging_bytes(1001, DTYPE_BF16, 4) == 2 * 251 * 2);
@@ -440,8 +451,8 @@ static void test_notes(void **state) {
     comm_notes(&notes);
     check(!note_of(&notes, "noted"));
     Comm *c = comm_split(world, world->rank % 2, 0, "noted");
-    comm_wait(comm_all_reduce(c, x, 12, DTYPE_F32));
-    Work w = comm_all_gather(c, all, x, 10, DTYPE_BF16);
+    comm_wait(comm_host_all_reduce(c, x, 12, DTYPE_F32));
+    Work w = comm_host_all_gather(c, all, x, 10, DTYPE_BF16);
     comm_notes(&notes);
     const CommNote *n = note_of(&notes, "noted");
     check(n && n->first == world->rank % 2 && n->started == 2 && (n->done == 1 || n->done == 2));
@@ -464,7 +475,7 @@ static void test_watchdog(void **state) {
     for (int i = 0; i < 3; i++) {
         watchdog_start(world, 60);
         float x[100] = {(float)world->rank};
-        for (int j = 0; j < 20; j++) comm_wait(comm_all_reduce(world, x, 100, DTYPE_F32));
+        for (int j = 0; j < 20; j++) comm_wait(comm_host_all_reduce(world, x, 100, DTYPE_F32));
         if (i == 2) nanosleep(&(struct timespec){1, 0}, NULL); // so that some reports are sent
         watchdog_stop();
     }
@@ -483,6 +494,289 @@ static void test_long_wait(void **state) {
     }
     comm_wait(w); // for all six of them
     watchdog_stop();
+    agree();
+}
+
+// Rank 0 goes into what waits for the others without moving messages, and has a work under way that they wait for first.
+static void test_waits_that_move_nothing(void **state) {
+    (void)state;
+    float x[100] = {0};
+    watchdog_start(world, 4);
+    for (int i = 0; i < 2; i++) {
+        comm_wait(comm_barrier(world));
+        if (world->rank != 0) nanosleep(&(struct timespec){0, 50000000}, NULL);
+        Work w = comm_host_all_reduce(world, x, 100, DTYPE_F32);
+        if (world->rank != 0) comm_wait(w);
+        if (i == 0)
+            comm_clock_offset(world);
+        else
+            comm_free(comm_split(world, 0, 0, "late"));
+    }
+    watchdog_stop();
+    agree();
+}
+
+// ---- on the device's memory -------------------------------------------------------------------------------------------
+
+// [bytes] of the device, with what the host's are.
+static char *on_device(const char *host, size_t bytes) {
+    char *d = device_alloc(MEM_COMMUNICATION, bytes);
+    if (bytes) device_copy_in(d, host, bytes);
+    return d;
+}
+
+static bool same_on_device(const char *device, const char *host, size_t bytes) {
+    char *copy = buffer(bytes);
+    if (bytes) device_copy_out(copy, device, bytes);
+    bool same = memcmp(copy, host, bytes) == 0;
+    buffer_free(copy, bytes);
+    return same;
+}
+
+// As try_all.
+static void try_device(Comm *c, const int *member, size_t count, DType t) {
+    const size_t item = dtype_size(t), bytes = count * item;
+    const int r = c->rank, right = (r + 1) % c->size;
+    const size_t from = comm_shard_begin(count, c->size, r) * item;
+    const size_t mine = comm_shard_begin(count, c->size, r + 1) * item - from;
+    const size_t next =
+        (comm_shard_begin(count, c->size, right + 1) - comm_shard_begin(count, c->size, right)) * item;
+    char *host = brought(count, t, member[r]), *in = on_device(host, bytes);
+    char *all = device_alloc(MEM_COMMUNICATION, bytes), *shard = device_alloc(MEM_COMMUNICATION, mine);
+    CommCount before[COMM_OPS];
+    memcpy(before, c->count, sizeof before);
+
+    if (t != DTYPE_U8) {
+        char *sum = ring_sum(count, t, member, c->size), *mixed = brought(count, t, member[r]);
+        memcpy(mixed + from, sum + from, mine);
+        comm_wait(comm_reduce_scatter(c, shard, in, count, t));
+        check(same_on_device(shard, sum + from, mine));
+        check(same_on_device(in, host, bytes));
+        check(SENT(OP_REDUCE_SCATTER) == bytes - mine);
+        comm_wait(comm_reduce_scatter(c, in + from, in, count, t)); // out inside in
+        check(same_on_device(in, mixed, bytes));
+        comm_wait(comm_all_gather(c, all, shard, count, t));
+        check(same_on_device(all, sum, bytes));
+        device_copy_in(in, host, bytes);
+        comm_wait(comm_all_reduce(c, in, count, t));
+        check(same_on_device(in, sum, bytes));
+        check(SENT(OP_ALL_REDUCE) == (bytes - mine) + (bytes - next));
+        check(c->count[OP_REDUCE_SCATTER].calls == before[OP_REDUCE_SCATTER].calls + 2);
+        buffer_free(mixed, bytes);
+        buffer_free(sum, bytes);
+    }
+
+    char *expected = buffer(bytes);
+    for (int s = 0; s < c->size; s++)
+        for (size_t i = comm_shard_begin(count, c->size, s); i < comm_shard_begin(count, c->size, s + 1); i++)
+            put(expected + i * item, t, member[s], i);
+    device_zero(all, bytes);
+    device_copy_in(in, host, bytes);
+    memcpy(before, c->count, sizeof before);
+    comm_wait(comm_all_gather(c, all, in + from, count, t));
+    check(same_on_device(all, expected, bytes));
+    check(SENT(OP_ALL_GATHER) == bytes - next);
+    comm_wait(comm_all_gather(c, in, in + from, count, t)); // in inside out
+    check(same_on_device(in, expected, bytes));
+
+    for (int root = 0; root < c->size; root++) {
+        memcpy(before, c->count, sizeof before);
+        char *told = brought(count, t, member[root]);
+        device_zero(all, bytes);
+        if (r == root) device_copy_in(all, told, bytes);
+        comm_wait(comm_broadcast(c, all, count, t, root));
+        check(same_on_device(all, told, bytes));
+        check(SENT(OP_BROADCAST) == (right == root ? 0 : bytes));
+        buffer_free(told, bytes);
+    }
+    device_free(MEM_COMMUNICATION, shard, mine);
+    device_free(MEM_COMMUNICATION, all, bytes);
+    device_free(MEM_COMMUNICATION, in, bytes);
+    buffer_free(expected, bytes);
+    buffer_free(host, bytes);
+}
+
+// Many works under way on two groups and one of one, awaited in an order that differs from rank to rank, with words of the
+// hosts between them.
+static void device_in_flight(Comm *a, Comm *b, Comm *alone, const int *member) {
+    enum { WORKS = 4, COUNT = 20003, BYTES = COUNT * 4 };
+    Comm *const group[] = {a, b, alone};
+    char *host = brought(COUNT, DTYPE_F32, world->rank), *buf[3 * WORKS], *copy[WORKS];
+    char *sum = ring_sum(COUNT, DTYPE_F32, member, world->size);
+    Work work[3 * WORKS];
+    for (int i = 0; i < 3 * WORKS; i++) {
+        buf[i] = on_device(host, BYTES);
+        if (i % 3 < 2) {
+            work[i] = comm_all_reduce(group[i % 3], buf[i], COUNT, DTYPE_F32);
+        } else {
+            copy[i / 3] = device_alloc(MEM_COMMUNICATION, BYTES);
+            work[i] = comm_all_gather(alone, copy[i / 3], buf[i], COUNT, DTYPE_F32);
+        }
+        if (i == WORKS) check(comm_sum(a, 1) == a->size);
+        comm_progress();
+    }
+    Comm *first = world->rank % 2 ? a : b;
+    for (int i = 3 * WORKS - 1; i >= 0; i--) // the last of it, which is for all of it
+        if (work[i].comm == first) {
+            comm_wait(work[i]);
+            break;
+        }
+    for (int i = 0; i < 3 * WORKS; i++)
+        if (work[i].comm == first) check(same_on_device(buf[i], sum, BYTES));
+    for (int i = 3 * WORKS - 1; i >= 0; i--) comm_wait(work[i]), comm_wait(work[0]);
+    for (int i = 0; i < 3 * WORKS; i++) {
+        check(i % 3 == 2 ? same_on_device(copy[i / 3], host, BYTES) : same_on_device(buf[i], sum, BYTES));
+        if (i % 3 == 2) device_free(MEM_COMMUNICATION, copy[i / 3], BYTES);
+        device_free(MEM_COMMUNICATION, buf[i], BYTES);
+    }
+
+    // A chain on one group: each work reads what the one before it writes, and nobody waits in between. Its input is queued
+    // just before, and written over as soon as it may be.
+    size_t from = comm_shard_begin(COUNT, a->size, a->rank) * 4;
+    size_t mine = comm_shard_begin(COUNT, a->size, a->rank + 1) * 4 - from;
+    char *in = device_alloc(MEM_COMMUNICATION, BYTES), *shard = device_alloc(MEM_COMMUNICATION, mine);
+    char *all = device_alloc(MEM_COMMUNICATION, BYTES), *other = on_device(host, BYTES);
+    device_copy(in, other, BYTES);
+    Work reduced = comm_reduce_scatter(a, shard, in, COUNT, DTYPE_F32);
+    comm_all_gather(a, all, shard, COUNT, DTYPE_F32);
+    Work last = comm_broadcast(a, all, COUNT, DTYPE_F32, a->size - 1);
+    comm_wait(reduced);
+    device_zero(in, BYTES);
+    check(same_on_device(shard, sum + from, mine));
+    comm_wait(last);
+    device_copy(other, all, BYTES);
+    device_zero(all, BYTES);
+    check(same_on_device(other, sum, BYTES));
+    device_free(MEM_COMMUNICATION, other, BYTES);
+    device_free(MEM_COMMUNICATION, all, BYTES);
+    device_free(MEM_COMMUNICATION, shard, mine);
+    device_free(MEM_COMMUNICATION, in, BYTES);
+    buffer_free(sum, BYTES);
+    buffer_free(host, BYTES);
+}
+
+// cmocka's handler takes the place of the emulator's, which opens the device's memory when it is touched.
+static struct sigaction before_cmocka;
+
+// More than the two pieces in which copies go, of memory that changes at once; then, what waits for how much.
+static void test_device_copies(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    const size_t bytes = ((size_t)13 << 20) + 5;
+    char *host = brought(bytes, DTYPE_U8, 0), *same = brought(bytes, DTYPE_U8, 0);
+    char *device = device_alloc(MEM_COMMUNICATION, bytes);
+    device_copy_in(device, host, bytes);
+    memset(host, 0, bytes);
+    check(same_on_device(device, same, bytes));
+
+    device_zero(device, bytes);
+    Moment zeroed = device_moment();
+    device_copy_out(NULL, NULL, 0); // for all that is queued
+    double now = seconds_now();
+    nanosleep(&(struct timespec){0, 20000000}, NULL);
+    check(device_moment_seconds(zeroed) < now + 0.01);
+    device_zero(device, bytes);
+    check(device_moment_seconds(device_moment()) > now); // for that moment
+    device_free(MEM_COMMUNICATION, device, bytes);
+    buffer_free(same, bytes);
+    buffer_free(host, bytes);
+    agree();
+}
+
+// Memory goes back while a GPU waits for another one, whose host waits for a word of this one.
+static void give_back_while_waiting(Comm *all) {
+    char *x = device_alloc(MEM_COMMUNICATION, 400), *other = device_alloc(MEM_COMMUNICATION, 400);
+    float word[100] = {0};
+    watchdog_start(world, 4);
+    comm_wait(comm_barrier(world));
+    if (world->rank != 0) nanosleep(&(struct timespec){0, 50000000}, NULL);
+    Work w = comm_host_all_reduce(world, word, 100, DTYPE_F32);
+    if (world->rank != 0) comm_wait(w);
+    comm_wait(comm_all_reduce(all, x, 100, DTYPE_F32));
+    device_free(MEM_COMMUNICATION, other, 400);
+    comm_wait(w);
+    watchdog_stop();
+    device_free(MEM_COMMUNICATION, x, 400);
+}
+
+static void try_transport(Transport transport) {
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    int *member = members_of_world(), before = comm_list(NULL, 0);
+    exact = transport == TRANSPORT_NCCL;
+    comm_use(transport);
+    Comm *all = comm_split(world, 0, 0, "all"), *second = comm_split(world, 0, 0, "second");
+    Comm *half = comm_split(world, world->rank % 2, -world->rank, "half"); // ranks in reversed order
+    Comm *alone = comm_split(world, world->rank, 0, "alone");
+    int *place = calloc((size_t)half->size, sizeof *place);
+    comm_wait(comm_host_all_gather(half, place, &world->rank, (size_t)half->size, DTYPE_I32));
+    const size_t n = (size_t)world->size, counts[] = {0, 1, n - 1, n, 2 * n - 1, 64 * n, 1001};
+    for (DType t = DTYPE_F32; t <= DTYPE_U8; t++) {
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) try_device(all, member, counts[i], t);
+        try_device(half, place, 1003, t), try_device(alone, &world->rank, 1003, t);
+    }
+    try_device(all, member, n * ((512 << 10) / 4) + 1, DTYPE_F32);
+    try_device(all, member, 300000, DTYPE_BF16);
+    for (int op = 0; op < COMM_OPS; op++)
+        check(alone->count[op].bytes == 0 && alone->count[op].exposed_ms >= 0);
+    check(alone->count[OP_ALL_REDUCE].calls == 5);
+    device_in_flight(all, second, alone, member);
+    give_back_while_waiting(all);
+
+    // Awaited while another rank is late, it is exposed.
+    double was = all->count[OP_ALL_REDUCE].exposed_ms;
+    char *x = device_alloc(MEM_COMMUNICATION, 400);
+    device_synchronize();
+    comm_wait(comm_barrier(world));
+    if (world->rank == 0) nanosleep(&(struct timespec){0, 50000000}, NULL);
+    comm_wait(comm_all_reduce(all, x, 100, DTYPE_F32));
+    device_synchronize();
+    comm_list(NULL, 0);
+    if (world->rank != 0) check(all->count[OP_ALL_REDUCE].exposed_ms - was > 20);
+    device_free(MEM_COMMUNICATION, x, 400);
+
+    comm_free(alone);
+    comm_free(half);
+    comm_free(second);
+    comm_free(all);
+    check(comm_list(NULL, 0) == before);
+    free(place);
+    free(member);
+    exact = false;
+    agree();
+}
+
+static void test_device_mpi(void **state) {
+    (void)state;
+    try_transport(TRANSPORT_MPI);
+}
+
+// NCCL takes a GPU for each rank.
+static void test_device_nccl(void **state) {
+    (void)state;
+    if (device_count() > 0 && device_count() < comm_host().local_size) return;
+    try_transport(TRANSPORT_NCCL);
+}
+
+// A GPU's waits for messages are in the trace, even where their group is freed before it has come to them.
+static void test_waits_of_a_freed_group(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    char path[64], line[256], *x = device_alloc(MEM_COMMUNICATION, 400);
+    snprintf(path, sizeof path, "/tmp/test_comm.%d", (int)getpid());
+    comm_use(TRANSPORT_MPI);
+    Comm *brief = comm_split(world, 0, 0, "brief");
+    trace_open(world, path);
+    Work w = comm_all_reduce(brief, x, 100, DTYPE_F32);
+    for (int i = 0; i < 1000; i++) device_zero(x + 200, 200);
+    comm_wait(w);
+    comm_free(brief);
+    trace_close(world);
+    device_free(MEM_COMMUNICATION, x, 400);
+    int waits = 0;
+    FILE *f = world->rank == 0 ? fopen(path, "r") : NULL;
+    while (f && fgets(line, sizeof line, f)) waits += strstr(line, "wait for all_reduce") != NULL;
+    if (f && device_count() > 0) check(waits == (world->size > 1 ? world->size : 0));
+    if (f) fclose(f), unlink(path);
     agree();
 }
 
@@ -515,11 +809,35 @@ static int show(const char *mode, int argc, char **argv) {
         float x[512] = {0}, y[512] = {0}, mine[512] = {0};
         size_t shard = comm_shard_begin(512, world->size, 1);
         watchdog_start(world, 3);
-        if (world->rank == 0) comm_reduce_scatter(world, mine, x, 512, DTYPE_F32);
-        Work w = comm_all_gather(world, y, mine + shard, 512, DTYPE_F32);
-        if (world->rank > 0) w = comm_reduce_scatter(world, mine, x, 512, DTYPE_F32);
+        if (world->rank == 0) comm_host_reduce_scatter(world, mine, x, 512, DTYPE_F32);
+        Work w = comm_host_all_gather(world, y, mine + shard, 512, DTYPE_F32);
+        if (world->rank > 0) w = comm_host_reduce_scatter(world, mine, x, 512, DTYPE_F32);
         comm_wait(w);
         watchdog_stop();
+    }
+    if (strcmp(mode, "stopped") == 0) { // it is early, and stops when it has come to nothing but the watchdog
+        if (world->rank == 0) nanosleep(&(struct timespec){0, 200000000}, NULL);
+        watchdog_start(world, 3);
+        if (last) nanosleep(&(struct timespec){1, 0}, NULL), raise(SIGSTOP);
+    }
+    if (strcmp(mode, "ends-early") == 0) { // one leaves out a work, and is watched over until all have come
+        float x[100] = {0};
+        watchdog_start(world, 3);
+        if (!last) comm_wait(comm_host_all_reduce(world, x, 100, DTYPE_F32));
+        watchdog_stop();
+    }
+    if (strcmp(mode, "missing") ==
+        0) { // on the device, by the transport that is named: the last rank does not come
+        device_open(launch_local_rank());
+        watchdog_start(world, 3);
+        comm_use(strcmp(argv[2], "nccl") == 0 ? TRANSPORT_NCCL : TRANSPORT_MPI);
+        Comm *all = comm_split(world, 0, 0, "all");
+        char *x = device_alloc(MEM_COMMUNICATION, 400);
+        for (int i = 0; i < 3; i++) {
+            if (i == 2 && last) strcmp(argv[3], "stopped") == 0 ? raise(SIGSTOP) : pause();
+            comm_wait(comm_all_reduce(all, x, 100, DTYPE_F32));
+            device_synchronize();
+        }
     }
     if (strcmp(mode, "start") == 0) {
         char line[512], *end = line;
@@ -553,17 +871,22 @@ int main(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i++)
         if (strcmp(argv[i], "--ranks") == 0) launch_ranks(atoi(argv[i + 1]), argc, argv, &(sig_atomic_t){0});
     if (argc > 1 && argv[1][0] != '-') return show(argv[1], argc, argv);
+    device_open(launch_local_rank());
+    device_free(MEM_COMMUNICATION, device_alloc(MEM_COMMUNICATION, 1), 1);
+    sigaction(SIGSEGV, NULL, &before_cmocka);
     world = comm_init(&argc, &argv);
     if (world->rank != 0 && !freopen("/dev/null", "w", stdout)) return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shards),       cmocka_unit_test(test_small_counts),
-        cmocka_unit_test(test_large_counts), cmocka_unit_test(test_barrier),
-        cmocka_unit_test(test_split),        cmocka_unit_test(test_in_flight),
-        cmocka_unit_test(test_progress),     cmocka_unit_test(test_small_things),
-        cmocka_unit_test(test_staging),      cmocka_unit_test(test_never_started),
-        cmocka_unit_test(test_first),        cmocka_unit_test(test_clock_offset),
-        cmocka_unit_test(test_notes),        cmocka_unit_test(test_watchdog),
-        cmocka_unit_test(test_long_wait),
+        cmocka_unit_test(test_shards),        cmocka_unit_test(test_small_counts),
+        cmocka_unit_test(test_large_counts),  cmocka_unit_test(test_barrier),
+        cmocka_unit_test(test_split),         cmocka_unit_test(test_in_flight),
+        cmocka_unit_test(test_progress),      cmocka_unit_test(test_small_things),
+        cmocka_unit_test(test_staging),       cmocka_unit_test(test_never_started),
+        cmocka_unit_test(test_first),         cmocka_unit_test(test_clock_offset),
+        cmocka_unit_test(test_notes),         cmocka_unit_test(test_watchdog),
+        cmocka_unit_test(test_long_wait),     cmocka_unit_test(test_waits_that_move_nothing),
+        cmocka_unit_test(test_device_copies), cmocka_unit_test(test_device_mpi),
+        cmocka_unit_test(test_device_nccl),   cmocka_unit_test(test_waits_of_a_freed_group),
     };
     // A rank that leaves a test must not leave the others waiting.
     setenv("CMOCKA_TEST_ABORT", "1", 1);

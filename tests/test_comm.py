@@ -25,6 +25,11 @@ def program():
 
 
 @pytest.fixture(scope="session")
+def program_on_emulator():
+    return make("build/emu-fp32/tests/test_comm", "DEVICE=emu")
+
+
+@pytest.fixture(scope="session")
 def program_without_mpi():
     return make("build/cpu-fp32-nompi/tests/test_comm", "MPI=0")
 
@@ -39,12 +44,33 @@ def mpirun(n, program, *arguments, options=(), **env):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_collectives(program, ranks):
     r = run_program(program, [], ranks)
-    assert r.code == 0 and "[  PASSED  ] 15 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 20 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 def test_collectives_without_mpi(program_without_mpi):
     r = run_program(program_without_mpi, [])
-    assert r.code == 0 and "[  PASSED  ] 15 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 20 test(s)" in r.stdout + r.stderr, f"{r}"
+
+
+# ---- on a device's memory, which here is the emulator's -----------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_collectives_on_a_device(program_on_emulator, ranks, seed):
+    """In three orders of its streams: the compute stream first, the others first, any."""
+    r = run_program(program_on_emulator, [], ranks, env={"EMU_SEED": str(seed)})
+    assert r.code == 0 and "[  PASSED  ] 20 test(s)" in r.stdout + r.stderr, f"{r}"
+
+
+@pytest.mark.parametrize("how", ["asleep", "stopped"])
+@pytest.mark.parametrize("transport", ["mpi", "nccl"])
+def test_who_does_not_come_on_a_device(program_on_emulator, transport, how):
+    """By NCCL the others' hosts wait for their GPUs, and those for the third."""
+    r = run_program(program_on_emulator, ["missing", transport, how], 3, timeout=40)
+    group = "all on NCCL" if transport == "nccl" else "all"
+    last = f"has not come; it last started all_reduce 2 of {group}"
+    seen = last if how == "asleep" else "(has not been|was never) heard of"
+    line = rf"train: rank 2 {seen}.*; rank \d has waited \d\.\d s in all_reduce 3 of {group} \(100 fp32\)\n"
+    assert r.code == 3 and re.fullmatch(line, r.stderr), f"{r}"
 
 
 # ---- how a job ends -----------------------------------------------------------------------------------------------
@@ -79,6 +105,15 @@ def test_works_that_cross_are_not_added(program, ranks):
     r = run_program(program, ["crossed"], ranks, timeout=30)
     line = "rank 0 is out of (step|order): it waits in reduce_scatter \\d+ of world \\(512 fp32\\); "
     assert r.code == 3 and re.match("train: " + line, r.stderr) and r.stderr.count("\n") == 1, f"{r}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_early_rank_is_watched_over(program, ranks):
+    """From its start on, even before rank 0 is there; and after its last work, until the others are through."""
+    r = run_program(program, ["stopped"], ranks, timeout=30)
+    assert r.code == 3 and f"train: rank {ranks - 1} has not been heard of for " in r.stderr, f"{r}"
+    r = run_program(program, ["ends-early"], ranks, timeout=30)
+    assert r.code == 3 and f"rank {ranks - 1} is out of " in r.stderr and "it waits in barrier" in r.stderr, f"{r}"
 
 
 def test_a_killed_rank_ends_the_job(program):

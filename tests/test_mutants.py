@@ -4,6 +4,7 @@ A mutant is (file, what stands there, what takes its place, the tests that shoul
 along, so that only what the break touches is compiled again.
 """
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ HELD = "tests/test_memory.py::test_bytes_held_by_zero_stage"
 RESHARD = "tests/test_resume.py::test_from_any_layout_into_any_other"
 NOT_A_NUMBER = "tests/test_cases.py::test_not_a_number_on_one_rank"
 REPLICA = "tests/test_cases.py::test_one_replica_differs"
+PROGRAM, PRODUCTS = "tests/test_emu_program.py", "tests/test_fp8.py::test_error_of_the_three_products"
+COLLECTIVES, DEVICE = "tests/test_comm.py::test_collectives[2]", "tests/test_comm.py::test_collectives_on_a_device"
 UNITS, FP8, CHECK = "tests/test_units.py", "tests/test_cuda_fp8.py", "tests/test_emu_check.py"
 
 MUTANTS = {
@@ -58,19 +61,15 @@ MUTANTS = {
         "dp_zero.c", "if (b->open) return;", "if (b->open && i) return;", RANKS),
     "the embedding's reduction is not waited for": (
         "dp_zero.c", "i >= 0; i--) finish_reduction", "i > 0; i--) finish_reduction", LAW),
-    "nobody waits for the reduction": ("dp_zero.c", "    comm_wait(b->reduce);", "", LAW),
     "a slot is taken before its reduction is done": (
         "dp_zero.c", "if (m->bucket[j].grad == b->grad) finish_reduction(m, j);",
         "if (j == i) finish_reduction(m, j);", RANKS),
-    "--no-overlap waits for nothing": (
-        "dp_zero.c", "    if (m->config.no_overlap) comm_wait(w);\n", "", "tests/test_run.py::test_no_overlap"),
     # ... where the weights are
     "new weights are not shared": ("dp_zero.c", "        share_weights(m, i);\n        comm_progress();", "", RANKS),
     "old weights stay": ("dp_zero.c", "set_whole(m, i, m->config.zero == 0);", "set_whole(m, i, true);", RANKS),
     "the last step's weights are not awaited": (
         "train_gpt2.cu", "        comm_wait(m.bucket[i].gather); //", "        ; //",
         "tests/test_memory.py::test_a_run_with_no_evaluation_sends_what_is_said"),
-    "nobody waits for the weights": ("dp_zero.c", "        comm_wait(m->bucket[i].gather);\n", "", RANKS),
     "the next weights take the slot in use": (
         "dp_zero.c", "pass == FORWARD ? i + 1 : i - 1;", "pass == FORWARD ? i + 2 : i - 2;", RANKS),
     "weights are not gathered for I": ("dp_zero.c", "if (pass == FORWARD || i > 0) {", "if (pass == FORWARD) {", RANKS),
@@ -95,8 +94,6 @@ MUTANTS = {
     "replicas are not compared": ("state.c", "if (fewest < ranks)", "if (fewest < 1)", REPLICA),
     "another rank's replica is blamed": (
         "state.c", "if (alike <= fewest) odd = r,", "if (alike <= fewest) odd = ranks - 1 - r,", REPLICA),
-    "replicas are compared before they are there": (
-        "state.c", "        comm_wait(b->gather);\n", "", "tests/test_run.py::test_sound_replicas"),
     "a NaN is looked for after the sum": (
         "dp_zero.c", "    look_for_not_finite(m, b);\n    void *whole",
         "    if (!b->grad32) comm_wait(comm_all_reduce(m->grid.dp, b->grad, b->count, float_x));\n"
@@ -106,7 +103,7 @@ MUTANTS = {
         "train_gpt2.cu", "* world->size + world->rank;", "* world->size - world->rank;",
         "tests/test_cases.py::test_not_a_number_at_every_stage"),
     "the first micro-batch is always named": (
-        "dp_zero.c", "m->not_finite.micro = b->summed;", "m->not_finite.micro = 1;", NOT_A_NUMBER),
+        "dp_zero.c", "m->not_finite.micro = m->bucket[0].summed;", "m->not_finite.micro = 1;", NOT_A_NUMBER),
     # the step
     "the loss is scaled by a rank's own batch": (
         "train_gpt2.cu", "(float)(1 / tokens)", "(float)((double)m->grid.dp->size / tokens)", RANKS),
@@ -151,6 +148,26 @@ MUTANTS = {
         "runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
         "tests/test_comm.py::test_collectives"),
     "bytes are counted twice": ("runtime/comm.c", "bytes += hop->sent;", "bytes += 2 * hop->sent;", SENT),
+    # a device
+    "what NCCL sends is counted for the wrong shard": ("runtime/comm_cuda.c", "return whole - next;", "return whole - mine;", f"{DEVICE}[1-2]"),
+    "shards are all of one length": ("runtime/comm_cuda.c", "if (shards && f->count % size != 0)", "if (!shards)", f"{DEVICE}[1-2]"),
+    "each rank takes a shared GPU for its own": (
+        "runtime/device_cuda.c", "return left / (size_t)sharers;", "return left;", f"{PROGRAM}::test_refused[half of one]"),
+    "NCCL on a shared GPU": ("train_gpt2.cu", "TRANSPORT_NCCL && most > 1)", "TRANSPORT_NCCL && most > 2)",
+        f"{PROGRAM}::test_refused[nccl on a shared GPU]"),
+    "heads of any width": ("train_gpt2.cu", "ATTENTION_FLASH || D <= most) return;", "ATTENTION_FLASH || most) return;",
+        f"{PROGRAM}::test_refused[wide heads]"),
+    "out of memory without the table": (
+        "report.c", "memory_table(watched_prediction, &ledger));", '"");',
+        f"{PROGRAM}::test_out_of_memory_says_what_and_what_would_help"),
+    # 8 bits
+    "W's tiles lie along channels": (
+        "fp8_linear.c", "by_columns(&workspace, dout, M, N,", "by_rows(&workspace, dout, M, N,", PRODUCTS),
+    "hybrid is e4m3": (
+        "fp8_linear.c", "m->config.fp8 == FP8_HYBRID ? FP8_E5M2 : FP8_E4M3", "m->config.fp8 == FP8_HYBRID ? FP8_E4M3 : FP8_E4M3",
+        PRODUCTS),
+    "the scales of a turned weight are not turned": (
+        "fp8_linear.c", "(Fp8Matrix){turned, turned_scale,", "(Fp8Matrix){turned, scale,", PRODUCTS),
     # kernels
     "scores are not scaled": (
         "kernels/flash_attention.c", "return 1 / sqrtf((float)D);", "return 1 + 0 * (float)D;", GRADIENTS),
@@ -191,6 +208,98 @@ MUTANTS = {
     "a reader does not race": ("dev/emu/check.cpp", "if (!in_order(reader[k])) race(", "if (in_order(reader[k]) && 0) race(", CHECK),
 }  # fmt: skip
 
+# ---- waits ---------------------------------------------------------------------------------------------------------------
+# Each wait, event and record of dp_zero.c, state.c and runtime/, and who notices when it is left out. On the emulator that is
+# certain: its streams run in the order that shows it (EMU_SEED=1: compute first, 2: the others first; the first number of DEVICE's).
+WAITING = ("comm_wait", "ring_wait", "ring_finish", "cudaEventRecord", "cudaStreamWaitEvent", "cuda_wait", "device_synchronize")
+WAITING = re.compile(rf"(cuda_check\()?\b({'|'.join(WAITING)})\((\))?")
+BITS = f"{PROGRAM}::test_the_order_of_streams_changes_no_bit"
+SOUND, CHECKPOINT = "tests/test_run.py::test_sound_replicas", "tests/test_checkpoint.py::test_in_c[3]"
+TRACE, EARLY = "tests/test_trace.py::test_what_is_written[3-plain]", "tests/test_comm.py::test_an_early_rank_is_watched_over[2]"
+WAITS = {
+    "dp_zero.c": {
+        "if (m->config.no_overlap) comm_wait(w);": "tests/test_run.py::test_no_overlap",
+        "comm_wait(b->reduce);": f"{BITS}[2-nccl]",
+        "comm_wait(m->bucket[i].gather);": f"{BITS}[2-nccl]",
+    },
+    "state.c": {
+        "comm_wait(b->gather);": SOUND,
+        "comm_wait(comm_host_all_gather(dp, hash,": SOUND,
+    },
+    "runtime/comm.c": {
+        "    ring_finish(w);": COLLECTIVES,
+        "comm_wait(comm_host_all_reduce(c, &x, 1": COLLECTIVES,
+        "comm_wait(comm_host_all_gather(c, all, &x": COLLECTIVES,
+        "comm_wait(comm_barrier(c));": COLLECTIVES,
+        "comm_wait(comm_host_broadcast(neighbours": "tests/test_cases.py::test_one_speaks_where_the_end_is_slow",
+        "comm_wait(comm_barrier(neighbours));": COLLECTIVES,
+        "ring_wait((Work){.comm = parent": COLLECTIVES,
+    },
+    "runtime/comm_cpu.c": {"if (w.comm) ring_wait(w);": COLLECTIVES},
+    "runtime/comm_cuda.c": {
+        "cuda_check(cudaStreamWaitEvent(s->stream, f->ready.event, 0));": f"{DEVICE}[2-2]",
+        "        cuda_check(cudaEventRecord(s->down, s->stream));": f"{DEVICE}[1-2]",
+        "        ring_wait(w);": f"{DEVICE}[1-2]",
+        "if (s->by_ring) ring_finish(": f"{DEVICE}[1-2]",
+        "cuda_check(cudaStreamWaitEvent(compute_stream, f->done.event, 0));": f"{DEVICE}[1-2]",
+        "comm_wait(comm_host_broadcast(c, &id": f"{DEVICE}[1-2]",
+        "if (s->first_wait) cuda_wait(s->last_wait->after.event);": f"{DEVICE}[2-2]",
+    },
+    "runtime/device_cuda.c": {
+        "cuda_check(cudaEventRecord(base[i].event, compute_stream));": f"{DEVICE}[1-1]",
+        "device_synchronize(); // as cudaFree": f"{DEVICE}[1-2]",
+        "cuda_wait(piece[i].done);": f"{DEVICE}[1-1]",
+        "cuda_check(cudaEventRecord(piece[i].done, compute_stream));": f"{DEVICE}[1-1]",
+        "cuda_check(cudaEventRecord(piece[k % 2].done, compute_stream));": f"{DEVICE}[1-1]",
+        "cuda_wait(piece[(k - 1) % 2].done);": f"{DEVICE}[1-1]",
+        "if (bytes == 0) device_synchronize();": f"{DEVICE}[1-1]",
+        "cuda_check(cudaEventRecord(m.event, stream));": f"{DEVICE}[1-1]",
+        "cuda_wait(m.event);": f"{DEVICE}[1-1]",
+    },
+    "runtime/trace.c": {
+        "comm_wait(comm_host_broadcast(world, &origin": "tests/test_trace.py::test_clocks_that_are_wrong",
+        "comm_wait(comm_host_broadcast(world, &bytes": TRACE,
+        "comm_wait(comm_host_broadcast(world, text": TRACE,
+    },
+    "runtime/watchdog.c": {
+        "comm_wait(comm_host_broadcast(world, &invitation": EARLY,
+        "comm_wait(comm_barrier(world));": EARLY,
+    },
+    "runtime/checkpoint.c": {
+        "comm_wait(comm_barrier(c));\n}": CHECKPOINT,
+        "comm_wait(comm_barrier(c)); // what this call leaves": CHECKPOINT,
+    },
+}  # fmt: skip
+UNNOTICED = {  # and why
+    ("state.c", "comm_wait(m->bucket[i].gather);"): "comm.h's rule; but a gather leaves a rank's own weights as they are",
+    ("runtime/comm_cuda.c", "cuda_check(cudaEventRecord(s->down, s->stream));\n    while"):
+        "cudaFree waits, too, but may hold what NCCL's own threads need for that; these the emulator has not",
+}
+
+
+def without_waiting(text):
+    """comm_wait(comm_barrier(c)) becomes (void)(comm_barrier(c)): what is started still is."""
+    return WAITING.sub(lambda m: "(void)0" if m[3] else "((void)(" if m[1] else "(void)(", text)
+
+
+for file, waits in WAITS.items():
+    for text, test in waits.items():
+        MUTANTS[f"{file}: without {' '.join(text.split())}"] = (file, text, without_waiting(text), test)
+
+
+def test_every_wait_is_a_mutant():
+    missing = []
+    for path in [ROOT / "dp_zero.c", ROOT / "state.c", *sorted((ROOT / "runtime").glob("*.c"))]:
+        file, text = str(path.relative_to(ROOT)), path.read_text()
+        known = [*WAITS.get(file, ()), *(t for f, t in UNNOTICED if f == file)]
+        assert all(text.count(t) == 1 for t in known), known
+        places = [(text.index(t), text.index(t) + len(t)) for t in known]
+        for m in WAITING.finditer(text):
+            line = text[text.rindex("\n", 0, m.start()) + 1 : text.index("\n", m.end())]
+            if line[0] == " " and not any(begin <= m.start(2) < end for begin, end in places):  # else a definition
+                missing.append(f"{file}: {line.strip()}")
+    assert not missing, missing
+
 
 def test_every_mutant_has_one_place():
     """A break whose text is gone from the sources would be found out only by make mutants."""
@@ -205,6 +314,8 @@ def test_some_test_notices(name, tmp_path):
     built = [build(precision).parent for precision in PRECISIONS]
     if cuda := file.startswith("dev/emu/") or file.endswith((".cu", ".cuh")) and file.startswith("kernels/"):
         built += [library("emu", precision).parent for precision in PRECISIONS]
+    if emu := tests.startswith((DEVICE, PROGRAM)):
+        built.append(build(device="emu").parent)
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     tree = tmp_path / "tree"
@@ -216,7 +327,8 @@ def test_some_test_notices(name, tmp_path):
     text = (tree / file).read_text()
     (tree / file).write_text(text.replace(before, after))
     env = {**os.environ, "SEED": "7", "CFLAGS_MORE": "-Wno-error"}  # a warning is not what should notice
-    for target in [[], *([["kernels", "DEVICE=emu", f"PRECISION={precision}"] for precision in PRECISIONS] if cuda else [])]:
+    targets = [["kernels", "DEVICE=emu", f"PRECISION={precision}"] for precision in PRECISIONS if cuda]
+    for target in [[], *targets, *([["build/emu-fp32/train", "DEVICE=emu"]] if emu else [])]:
         made = subprocess.run(["make", "-C", tree, *target], env=env, capture_output=True, text=True)
         assert made.returncode == 0, f"the mutant does not build:\n{made.stderr}"
 

@@ -6,9 +6,11 @@ double skewed_now(void);
 #define seconds_now       skewed_now
 #define comm_host         two_hosts
 #define comm_clock_offset known_offset
+#define device_moment     skewed_moment
 #define trace_open        skewed_trace_open
 #define trace_begin       skewed_trace_begin
 #define trace_end         skewed_trace_end
+#define trace_span        skewed_trace_span
 #define trace_memory      skewed_trace_memory
 #define trace_close       skewed_trace_close
 #include "../runtime/trace.c"
@@ -28,6 +30,10 @@ static double skewed(double real) {
 
 double skewed_now(void) {
     return skewed(1e-9 * (double)real_ns());
+}
+
+Moment skewed_moment(void) {
+    return (Moment){skewed_now(), NULL};
 }
 
 Host two_hosts(void) {
@@ -54,15 +60,15 @@ int main(int argc, char **argv) {
 
     ledger.live[MEM_WEIGHTS] = 1000;
     trace_memory();
-    double early = trace_begin();
+    Moment early = trace_begin();
     trace_end("compute", "before the trace", 0, early, 0);
     trace_open(world, argv[1]);
     trace_end("compute", "begun before the trace", 0, early, 0);
 
     // More than are sent at once, and another number on each rank.
-    double outer = trace_begin();
+    Moment outer = trace_begin();
     for (long i = 0; i < 5000 * (rank + 1); i++) {
-        double began = trace_begin();
+        Moment began = trace_begin();
         trace_end("compute", "inner", i, began, (size_t)i);
         ledger.live[MEM_ACTIVATIONS] = (size_t)i % 2 * 64;
         trace_memory();

@@ -77,7 +77,7 @@ def known():
 
 @pytest.mark.parametrize("ranks, variant", [(1, "plain"), (3, "plain"), (1, "without MPI"), (2, "sanitized")])
 def test_what_is_written(known, tmp_path, ranks, variant):
-    r = run_program(known(variant), [tmp_path / "t"], ranks, env={"ASAN_OPTIONS": "detect_leaks=0"})
+    r = run_program(known(variant), [tmp_path / "t"], ranks, timeout=20, env={"ASAN_OPTIONS": "detect_leaks=0"})
     assert r.code == 0 and r.stderr == "", f"{r}"
     t = Trace(tmp_path / "t")
     assert sorted(t.process.items()) == [((r, None), f"rank {r}") for r in range(ranks)]

@@ -72,7 +72,7 @@ def main():
     parser.add_argument("--turns", type=int, default=5)
     a = parser.parse_args()
     for precision in ("fp32", "bf16"):
-        subprocess.run(["make", "-s", "-C", ROOT, f"PRECISION={precision}", f"build/cpu-{precision}/train"], check=True)
+        subprocess.run(["make", "-s", "-C", ROOT, "DEVICE=cpu", f"PRECISION={precision}", f"build/cpu-{precision}/train"], check=True)
 
     contestants = {
         "ours": lambda d: ours(d, a.steps),

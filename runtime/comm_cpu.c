@@ -1,0 +1,34 @@
+// Messages of a CPU: device memory is the host's, so that its collectives are the ring's (comm.c).
+#include "comm_ring.h"
+
+void comm_use(Transport t) {
+    (void)t;
+}
+void comm_connect(Comm *c) {
+    (void)c;
+}
+void comm_disconnect(Comm *c) {
+    (void)c;
+}
+bool comm_advance(void) {
+    return ring_advance();
+}
+void comm_wait(Work w) {
+    if (w.comm) ring_wait(w);
+}
+size_t comm_staging_bytes(size_t count, DType t, int size) {
+    return ring_staging_bytes(count, t, size);
+}
+
+Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t) {
+    return comm_host_all_reduce(c, buf, count, t);
+}
+Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
+    return comm_host_reduce_scatter(c, out, in, count, t);
+}
+Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) {
+    return comm_host_all_gather(c, out, in, count, t);
+}
+Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
+    return comm_host_broadcast(c, buf, count, t, root);
+}

@@ -1,0 +1,280 @@
+"""The whole program on CUDA, played by dev/emu: the same model as on the CPU, in whatever order its streams run.
+
+EMU_SEED chooses that order: under one seed the compute stream runs ahead as far as events let it, under another the groups'
+streams do, under the third anything may come first. A wait or an event that is missing gives other numbers under one of them.
+"""
+import itertools
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import BUILD_SECONDS, ROOT, SEED, build, checkpoint_bytes, close, covering, label, make_text, run_program
+from test_faults import ENDLESS, STEP, culprit
+from test_law import LOSS_TOLERANCE, NORM_TOLERANCE
+
+STEPS, BATCH, LAYERS = 10, 8, 2
+MODEL_AXES = {"arch": ["gpt2", "llama"], "kv_heads": [2, 1], "ffn": [48, 37]}  # with 37 shards are unequal
+LAYOUT_AXES = {
+    "ranks": [1, 2, 4],
+    "zero": [0, 1, 2, 3],
+    "comm": ["mpi", "nccl"],
+    "seed": [1, 2, 3],
+    "accum": [1, 2],
+    "recompute": ["none", "full"],
+    "attention": ["flash", "naive"],
+    "bucket_mb": [0, 1000],
+    "no_overlap": [False, True],
+    "lazy_optimizer": [False, True],
+}
+AXES = {**MODEL_AXES, **LAYOUT_AXES}
+SEEDS = LAYOUT_AXES["seed"]
+
+
+def flags(x):
+    out = ["--arch", x["arch"], "--layers", x.get("layers", LAYERS), "--heads", 2, "--kv-heads", x["kv_heads"], "--hidden", 32]
+    out += ["--ffn", x["ffn"], "--seq", 11, "--lr", 3e-3, "--warmup", 3, "--peak-tflops", 1, "--eval-every", 0]
+    out += ["--micro-batch", BATCH // (x["ranks"] * x["accum"]), "--accum", x["accum"], "--zero", x["zero"]]
+    out += ["--recompute", x["recompute"], "--attention", x["attention"], "--bucket-mb", x["bucket_mb"]]
+    return out + [f"--{name.replace('_', '-')}" for name in ("no_overlap", "lazy_optimizer") if x[name]]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    path = tmp_path_factory.mktemp("words") / "text.txt"
+    path.write_bytes(make_text(20_000))
+    return path
+
+
+@pytest.fixture(scope="module")
+def launch(words, tmp_path_factory):
+    """launch(layout) → Run on the emulator; launch(layout, "cpu") → by one rank on the CPU."""
+    directory, numbers, done = tmp_path_factory.mktemp("emu"), itertools.count(), {}
+
+    def launch(x, device="emu", more=(), precision="fp32"):
+        if device == "cpu":
+            x = {**x, **{name: values[0] for name, values in LAYOUT_AXES.items()}}
+        key = (label(x), device, more, precision)
+        if key not in done:
+            log, ranks = directory / f"{next(numbers)}.jsonl", x["ranks"]
+            command = ["--data", words, "--steps", STEPS, *flags(x), *more]
+            env = {"EMU_SEED": str(x["seed"])}
+            if device == "emu":
+                command += ["--comm", x["comm"]]
+            done[key] = run_program(build(precision, device=device), command, ranks, log=log, env=env)
+            assert done[key].code == 0, f"EMU_SEED={x['seed']}\n{done[key]}"
+        return done[key]
+
+    return launch
+
+
+def obey(launch, x):
+    want, got = launch(x, "cpu"), launch(x)
+    wrong = []
+    for key, tolerance in ("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE):
+        pairs = list(zip(got.curve(key), want.curve(key), strict=True))
+        assert len(pairs) == STEPS
+        wrong += [f"step {i}: {key} {a}, on the CPU {b}" for i, (a, b) in enumerate(pairs) if not close(a, b, tolerance)]
+    losses = want.curve("loss")
+    assert losses[-1] < losses[0] - 0.3, f"the CPU's run did not learn: {losses}"
+    assert not wrong, "\n".join([*wrong, f"EMU_SEED={x['seed']}", f"$ {got.command}", f"$ {want.command}"])
+
+
+def layout(**options):
+    return {**{name: values[0] for name, values in AXES.items()}, **options}
+
+
+@pytest.mark.parametrize("x", covering(AXES, seed=SEED), ids=label)
+def test_every_pair_of_options(launch, x):
+    obey(launch, x)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("ranks, zero, comm, seed", itertools.product(*(LAYOUT_AXES[a] for a in ("ranks", "zero", "comm", "seed"))))
+def test_product(launch, ranks, zero, comm, seed):
+    r = SEED + 97 * ranks + 13 * zero + 5 * seed + (comm == "nccl")
+    rest = {name: values[r // 2**i % len(values)] for i, (name, values) in enumerate(AXES.items())}
+    obey(launch, {**rest, "ranks": ranks, "zero": zero, "comm": comm, "seed": seed})
+
+
+@pytest.mark.parametrize("zero, comm, seed", [(2, "nccl", 1), (2, "mpi", 2), (3, "nccl", 3)])
+def test_slots_that_buckets_share(launch, zero, comm, seed):
+    """With four blocks each of the two slots is taken again while the sum of who had it before may be under way."""
+    obey(launch, layout(layers=4, ranks=2, zero=zero, comm=comm, seed=seed, accum=2))
+
+
+@pytest.mark.parametrize("zero, comm", [(0, "mpi"), (2, "nccl")])
+def test_the_order_of_streams_changes_no_bit(launch, zero, comm):
+    """By the ring every sum has one order; on two ranks NCCL's has, too, as a + b = b + a."""
+    runs = [launch(layout(ranks=2, zero=zero, comm=comm, seed=seed, accum=2)) for seed in SEEDS]
+    assert len({tuple(r.curve("loss")) for r in runs}) == 1
+    assert len({tuple(r.curve("grad_norm")) for r in runs}) == 1
+
+
+CURVE = "--arch llama --layers 2 --heads 2 --hidden 64 --ffn 96 --seq 32 --micro-batch 4 --lr 2e-3 --warmup 10 --steps 50".split()
+
+
+@pytest.mark.parametrize("name, precision, more", [("bf16", "bf16", []), ("fp8", "fp32", ["--fp8", "hybrid"])])
+def test_fifty_steps_in_fewer_bits(train, words, name, precision, more):
+    """Not the same curve as fp32's on the CPU, but within 0.02 of it."""
+    flags = [*CURVE, "--data", words, "--eval-every", 0, "--peak-tflops", 1]
+    want = train(*flags).curve("loss")
+    got = train(*flags, *more, precision=precision, device="emu", env={"EMU_SEED": "3"}).curve("loss")
+    gaps = [abs(a - b) for a, b in zip(got, want, strict=True)]
+    print(f"{name}: largest gap {max(gaps):.4f}")
+    assert 0 < max(gaps) <= 0.02, gaps
+    assert want[-1] < want[0] - 1
+
+
+# ---- beside the numbers ----------------------------------------------------------------------------------------------
+def test_evaluation_sample_and_replicas(train, words):
+    flags = ["--data", words, *"--layers 2 --heads 2 --hidden 32 --seq 16 --steps 4 --eval-every 2 --eval-batches 2".split()]
+    flags += ["--sample", 30, "--check-replicas", 1, "--peak-tflops", 1]
+    cpu = train(*flags, "--micro-batch", 4)
+    for zero, comm in (1, "nccl"), (3, "mpi"):
+        emu = train(*flags, "--micro-batch", 2, "--zero", zero, "--comm", comm, ranks=2, device="emu", env={"EMU_SEED": "2"})
+        for a, b in zip(emu.events("val"), cpu.events("val"), strict=True):
+            assert close(a["loss"], b["loss"], LOSS_TOLERANCE)
+        assert emu.stdout.split("sample of")[1].split("memory")[0] == cpu.stdout.split("sample of")[1].split("memory")[0]
+        assert ("all copies of every weight are alike" in emu.stdout) == (zero < 3), emu.stdout
+
+
+@pytest.mark.parametrize("first, then", [("emu", "cpu"), ("cpu", "emu")])
+def test_a_checkpoint_goes_to_another_device(train, words, tmp_path, first, then):
+    flags = ["--data", words, *"--layers 2 --heads 2 --hidden 32 --seq 16 --eval-every 0 --peak-tflops 1".split()]
+    whole = train(*flags, "--micro-batch", 4, "--steps", 6).curve("loss")
+    train(*flags, "--micro-batch", 2, "--zero", 3, "--steps", 3, "--min-lr", 1e-4, "--save", tmp_path, ranks=2, device=first)
+    assert len(checkpoint_bytes(tmp_path, 3)) == 2
+    rest = train(*flags, "--micro-batch", 4, "--steps", 6, "--resume", tmp_path, device=then).curve("loss")
+    again = train(*flags, "--micro-batch", 4, "--steps", 6, "--resume", tmp_path, device=first).curve("loss")
+    for a, b in zip(rest, again, strict=True):
+        assert close(a, b, LOSS_TOLERANCE)
+    assert close(rest[0], whole[3], 1e-2)  # with another schedule of the learning rate
+
+
+def test_memory(train, words):
+    """Every byte that the program asks for is predicted, as on the CPU; what the device holds beside them has rows of its own."""
+    flags = ["--data", words, *"--layers 2 --heads 2 --hidden 32 --seq 16 --micro-batch 2 --steps 2 --peak-tflops 1".split()]
+    r = train(*flags, "--zero", 3, "--comm", "nccl", ranks=2, device="emu")
+    predicted = r.one("start")["predicted"]
+    for row in r.one("end")["memory"]:
+        beside = {"context", "libraries", "unaccounted", "peak"}
+        assert row["context"] > 0 and row["unaccounted"] >= 0, row
+        for name in predicted.keys() - beside:
+            assert abs(row[name] - predicted[name]) <= 4 * 100, name  # shards differ by an element
+        assert row["peak"] >= sum(row[name] for name in ("context", "weights", "optimizer"))
+    table = r.stdout.split("memory of a rank")[1]
+    assert re.search(r"\n  context +0\.\d+ +0\.\d+\n", table), table
+
+
+def test_bytes_are_those_of_a_ring(train, words):
+    """What is counted for NCCL is what the ring counts, message by message."""
+    flags = ["--data", words, *"--layers 2 --heads 2 --hidden 32 --ffn 37 --seq 16 --micro-batch 1 --steps 2 --peak-tflops 1".split()]
+    for zero in 0, 2, 3:
+        nccl, mpi, cpu = (
+            {(e["rank"], e["op"]): (e["calls"], e["bytes"]) for e in r.one("end")["comm"] if e["group"] == "dp"}
+            for r in (train(*flags, "--zero", zero, "--comm", "nccl", ranks=3, device="emu"),
+                      train(*flags, "--zero", zero, "--comm", "mpi", ranks=3, device="emu"),
+                      train(*flags, "--zero", zero, ranks=3))
+        )  # fmt: skip
+        assert nccl == mpi == cpu
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+REFUSED = {
+    "nccl on a shared GPU": (
+        2, ["--comm", "nccl"], {"EMU_DEVICES": "1"}, 2, "--comm nccl: 2 ranks share a GPU, and NCCL takes one each; nearest: mpi"),
+    "no GPU": (2, [], {"EMU_DEVICES": "0"}, 2, "no GPU here .*; nearest: make DEVICE=cpu"),
+    "fp8 on an A100": (1, ["--fp8", "e4m3"], {"EMU_ARCH": "80"}, 2, r"--fp8 e4m3: .*sm_80.* has no fp8 .*; nearest: leave the flag out"),
+    "wide heads": (1, ["--hidden", 272, "--heads", 2], {}, 2, r"--hidden 272: 136 channels a head; .* 128 at most; nearest: --heads 4, or --attention naive"),
+    "a small GPU": (1, [], {"EMU_MEMORY": "0.501"}, 2, r"a rank needs 0\.\d\d GB, 0\.00 GB are free; smaller: .*--micro-batch.*"),
+    "half of one": (2, ["--comm", "mpi"], {"EMU_DEVICES": "1", "EMU_MEMORY": "0.56"}, 2, r"a rank needs 0\.04 GB, 0\.03 GB are free; .*"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(train, name):
+    ranks, more, env, code, line = REFUSED[name]
+    flags = "--layers 2 --heads 2 --hidden 64 --seq 16 --steps 2 --peak-tflops 1 --data README.md".split()
+    flags = [f for i, f in enumerate(flags) if not (flags[i].startswith("--") and flags[i] in more or i and flags[i - 1] in more)]
+    r = train(*flags, *more, ranks=ranks, device="emu", fails=True, env=env)
+    assert r.code == code, f"{r}"
+    assert re.fullmatch(line, culprit(r.stderr)), r.stderr
+
+
+def test_ranks_that_share_a_gpu(train, words):
+    """Where nothing was asked for it is said what is taken."""
+    flags = ["--data", words, *"--layers 1 --heads 2 --hidden 32 --seq 16 --micro-batch 1 --steps 2 --peak-tflops 1".split()]
+    shared = "2 ranks share a GPU: their messages go through the host (--comm mpi)"
+    assert shared in train(*flags, ranks=2, device="emu", env={"EMU_DEVICES": "1"}).stdout
+    assert shared not in train(*flags, ranks=2, device="emu").stdout
+
+
+def test_nccl_on_the_cpu_is_refused(train):
+    r = train("--comm", "nccl", fails=True)
+    assert (r.code, culprit(r.stderr)) == (2, "--comm nccl: this build computes on the CPU; nearest: mpi")
+
+
+def test_out_of_memory_says_what_and_what_would_help(train, words):
+    """Moments that are asked for only in the first step, on a GPU that has no place for them."""
+    flags = ["--data", words, *"--layers 2 --heads 2 --hidden 128 --seq 16 --micro-batch 1 --steps 2 --peak-tflops 1".split()]
+    peak = train(*flags, device="emu").one("end")["memory"][0]["peak"] * 1e-9
+    r = train(*flags, "--lazy-optimizer", device="emu", fails=True, env={"EMU_MEMORY": f"{peak - 0.002:.6f}"})
+    assert r.code == 3, f"{r}"
+    first, *table = r.stderr.splitlines()
+    assert re.fullmatch(r"train: no memory for 0\.\d+ GB of optimizer, with 0\.\d+ GB held; smaller: --micro-batch, --seq, .*", first)
+    assert table[0].startswith("memory of a rank") and any(x.split()[0] == "optimizer" for x in table[1:]), r.stderr
+
+
+# ---- what goes wrong on one rank -------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def faulty():
+    return build(program="tests/train_with_faults", device="emu")
+
+
+@pytest.mark.parametrize("comm", ["nccl", "mpi"])
+@pytest.mark.parametrize("kind", ["stop", "sleep"])
+def test_the_culprit_is_named(faulty, kind, comm):
+    r = run_program(faulty, [*ENDLESS, "--comm", comm, "--zero", 2], 3, timeout=90, env={"FAULT": f"{kind}:2:9"})
+    assert r.code == 3, f"{r}"
+    seen = {"stop": "rank 2 has not been heard of for", "sleep": "rank 2 has not come; it last started"}[kind]
+    assert culprit(r.stderr).startswith(seen), r.stderr
+
+
+@pytest.mark.parametrize("kind", ["skip", "swap"])
+def test_nccl_calls_that_do_not_fit(faulty, kind):
+    """A call left out meets another one, of another size or kind, and both are named."""
+    r = run_program(faulty, [*ENDLESS, "--comm", "nccl", "--zero", 2], 2, timeout=90, env={"FAULT": f"{kind}:1:9"})
+    assert r.code == 3, f"{r}"
+    assert "rank 1 is in" in r.stderr and "where rank 0 is in" in r.stderr, r.stderr
+
+
+# ---- builds ----------------------------------------------------------------------------------------------------------
+def test_one_rank_without_mpi(words):
+    r = run_program(build(mpi=0, device="emu"), ["--data", words, "--steps", 2, "--layers", 1, "--seq", 16, "--micro-batch", 1])
+    assert r.code == 0, f"{r}"
+    assert not re.search(r"lib(mpi|nccl)\.", subprocess.run(["ldd", build(mpi=0, device="emu")], capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
+@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="a GPU here: dev/gpu_check.sh runs the program")
+def test_cuda_builds_links_and_says_that_there_is_no_gpu():
+    """With cuBLASLt and NCCL, every warning an error. (For one card; dev/kernel_table.py compiles for all.)"""
+    directory = {mpi: f"build/cuda-bf16-sm_90a{'' if mpi else '-nompi'}" for mpi in (1, 0)}
+    for mpi in 1, 0:
+        program = ROOT / directory[mpi] / "train"
+        if mpi == 0:  # nvcc's part is the same
+            shutil.copytree(ROOT / directory[1] / "kernels", program.parent / "kernels", dirs_exist_ok=True)
+        options = ["DEVICE=cuda", "PRECISION=bf16", f"MPI={mpi}", "CUDA_ARCH=-arch=sm_90a", f"BUILD={directory[mpi]}"]
+        command = ["make", "-s", f"-j{os.cpu_count()}", "-C", ROOT, *options, program.relative_to(ROOT)]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        assert made.returncode == 0, made.stderr[-3000:]
+        needed = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+        assert "libcublasLt" in needed and ("libnccl" in needed) == ("libmpi" in needed) == bool(mpi), needed
+        for ranks in (1, 2) if mpi else (1,):
+            r = run_program(program, ["--steps", 2], ranks)
+            assert r.code == 2, f"{r}"
+            assert re.fullmatch("no GPU here .*; nearest: make DEVICE=cpu", culprit(r.stderr)), r.stderr
+        assert run_program(program, ["--dry-run", "--model", "gpt2-124M"]).code == 0
