@@ -264,9 +264,9 @@ static void open_gradient(Model *m, int i) {
 }
 
 // Σ g² of each of the bucket's parameters, on this rank before any sum: finite where all of g is. To be read when the host
-// waits anyway (note_not_finite), for a look at once would keep the device waiting at every bucket. Cost: a read of the
+// waits anyway (find_not_finite), for a look at once would keep the device waiting at every bucket. Cost: a read of the
 // gradient, and on a GPU two small kernels a parameter.
-static void look_for_not_finite(Model *m, const Bucket *b) {
+static void square_gradients(Model *m, const Bucket *b) {
     for (int i = b->first_param; i < b->first_param + b->n_params; i++) {
         const Param *p = &m->param[i];
         grad_norm_squared(&m->squares[i], b->grad + p->offset, b->grad32 ? b->grad32 + p->offset : NULL,
@@ -275,7 +275,7 @@ static void look_for_not_finite(Model *m, const Bucket *b) {
 }
 
 // Remembers the first parameter, as the last backward came by, of which this rank itself had a gradient that is not finite.
-static void note_not_finite(Model *m) {
+static void find_not_finite(Model *m) {
     if (m->not_finite.param >= 0) return;
     double *squares = host_alloc((size_t)m->n_params, sizeof *squares);
     device_copy_out(squares, m->squares, (size_t)m->n_params * sizeof *squares);
@@ -293,7 +293,7 @@ static void close_gradient(Model *m, int i) {
     b->open = false;
     b->summed++;
     if (m->config.zero < 2 && b->summed < m->config.accum) return;
-    look_for_not_finite(m, b);
+    square_gradients(m, b);
     void *whole = b->grad32 ? (void *)b->grad32 : b->grad,
          *own = b->grad32 ? (void *)b->own_grad32 : b->own_grad;
     DType type = b->grad32 ? DTYPE_F32 : float_x;
@@ -305,7 +305,7 @@ static void close_gradient(Model *m, int i) {
 void dp_begin(Model *m, int unit, Pass pass) {
     int i = m->bucket_of[unit], next = pass == FORWARD ? i + 1 : i - 1;
     if (pass == BACKWARD && unit == m->n_units - 1) {    // the host has just waited, for the losses
-        if (m->bucket[0].summed > 0) note_not_finite(m); // in the micro-batch before
+        if (m->bucket[0].summed > 0) find_not_finite(m); // in the micro-batch before
         device_zero(m->squares, (size_t)m->n_params * sizeof *m->squares);
     }
     if (pass == FORWARD || i > 0) { // the embedding's backward needs no weights
@@ -341,7 +341,7 @@ double dp_grad_norm(Model *m) {
                               b->own_grad32 ? b->own_grad32 + from : NULL, n, m->workspace);
     }
     device_copy_out(&squares, sum, sizeof squares);
-    note_not_finite(m); // in the last micro-batch
+    find_not_finite(m); // in the last micro-batch
     return sqrt(comm_sum(m->grid.dp, squares));
 }
 

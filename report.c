@@ -123,9 +123,10 @@ static const Ledger *watched_prediction;
 
 // bytes: 0 where a library has asked, and does not say for how many.
 static void out_of_memory(MemCategory asked, size_t bytes) {
-    fail(EXIT_RUNTIME, "no memory for %.6f GB of %s, with %.6f GB held; smaller: %s%s", (double)bytes * 1e-9,
-         mem_name[asked], (double)ledger.total * 1e-9, report_smaller(watched),
-         memory_table(watched_prediction, &ledger));
+    char much[32] = "what is asked";
+    if (bytes) snprintf(much, sizeof much, "%.6f GB", (double)bytes * 1e-9);
+    fail(EXIT_RUNTIME, "no memory for %s of %s, with %.6f GB held; smaller: %s%s", much, mem_name[asked],
+         (double)ledger.total * 1e-9, report_smaller(watched), memory_table(watched_prediction, &ledger));
 }
 
 void report_out_of_memory(const Model *m, const Ledger *predicted) {

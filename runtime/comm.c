@@ -115,12 +115,6 @@ static void mpi_checked(int error, const char *call, int line) {
     fail(EXIT_RUNTIME, "%s:%d: %s: %s (has another rank ended?)", __FILE__, line, call, text);
 }
 
-static void *obtain(size_t bytes) {
-    void *memory = calloc(1, bytes);
-    if (!memory) fail(EXIT_RUNTIME, "no memory for %zu bytes of communication", bytes);
-    return memory;
-}
-
 // ---- notes for the watchdog -----------------------------------------------------------------------------------------
 struct Noted {
     _Atomic(const char *) name; // NULL: this place is free
@@ -332,7 +326,7 @@ static void begin(Comm *c, Task *t) {
     size_t staging = reduces ? ring_staging_bytes(t->count, t->type, c->size) : 0;
     if (staging > ring->staging_bytes) {
         free(ring->staging);
-        ring->staging = obtain(staging);
+        ring->staging = host_alloc(1, staging);
         ring->staging_bytes = staging;
     }
     if (t->op == OP_ALL_GATHER || c->size == 1) { // this rank's shard is not brought by anybody
@@ -436,7 +430,7 @@ static int tag_of(const Task *t) {
 
 static Work start(Comm *c, Task task) {
     struct CommRing *ring = c->ring;
-    Task *t = obtain(sizeof *t);
+    Task *t = host_alloc(1, sizeof *t);
     assert(task.op > OP_REDUCE_SCATTER || add[task.type]); // bytes are not added
     *t = task;
     t->sequence = ++ring->started;
@@ -525,7 +519,7 @@ double comm_sum(Comm *c, double x) {
 
 double comm_max(Comm *c, double x) {
     size_t n = (size_t)c->size;
-    double *all = obtain(n * sizeof *all), max = x;
+    double *all = host_alloc(n, sizeof *all), max = x;
     comm_wait(comm_host_all_gather(c, all, &x, n, DTYPE_F64));
     for (size_t r = 0; r < n; r++)
         if (all[r] > max || isnan(all[r])) max = all[r]; // one NaN among the ranks is the answer on all of them
@@ -591,7 +585,7 @@ static int first_of(MPI_Comm mpi) {
 
 // Takes over the MPI communicator.
 static Comm *comm_of(MPI_Comm mpi, const char *name) {
-    struct CommRing *ring = obtain(sizeof *ring), **end = &rings;
+    struct CommRing *ring = host_alloc(1, sizeof *ring), **end = &rings;
     Comm *c = &ring->comm;
     c->name = name;
     c->ring = ring;

@@ -16,9 +16,9 @@
 //                     shares a GPU. The host has to be there when a copy has come down (comm_progress), and comm_wait
 //                     stays until the last copy is queued. The works of a group take turns: one buffer a group.
 //
-// Cost: three events a work and two a wait, and a few microseconds of the host. Bytes are counted as comm.c's ring sends them; NCCL may use
-// trees or the switches' sums, and send fewer. With MPI, twice the buffer over PCIe, and page-locked host memory as large as
-// a group's largest buffer.
+// Cost: three events a work and two a wait, and a few microseconds of the host. Bytes are counted as comm.c's ring sends them;
+// NCCL may use trees or the switches' sums, and send fewer. With MPI, twice the buffer over PCIe, and page-locked host memory
+// as large as a group's largest buffer.
 // NCCL: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html
 #include "comm_ring.h"
 #include "cuda.h"

@@ -49,7 +49,7 @@ void device_open(int local_rank);
 uint64_t device_id(void);
 // So many ranks use this device, which is what "shared evenly" below means.
 void device_share(int ranks);
-// GPUs of this host; 0: the CPU computes.
+// GPUs that this rank sees; 0: the CPU computes.
 int device_count(void);
 const char *device_name(void);
 // Can it multiply 8-bit floating-point numbers (--fp8)? The CPU can, by emulating; a GPU from sm_89 on.

@@ -270,7 +270,7 @@ void device_copy_in(void *device, const void *host, size_t bytes) {
 void device_copy_out(void *host, const void *device, size_t bytes) {
     size_t pieces = (bytes + PIECE - 1) / PIECE;
     for (size_t k = 0; k <= pieces; k++) {
-        if (k < pieces) { // asks for one, from which by then the stream has read what is copied in,
+        if (k < pieces) { // asks for one, queued behind any copy in that still reads this piece,
             cuda_check(cudaMemcpyAsync(piece[k % 2].memory, (const char *)device + k * PIECE,
                                        piece_bytes(bytes, k), cudaMemcpyDeviceToHost, compute_stream));
             cuda_check(cudaEventRecord(piece[k % 2].done, compute_stream));

@@ -142,14 +142,16 @@ static char *ring_sum(size_t count, DType t, const int *member, int size) {
     return b;
 }
 
+static size_t shard_bytes(const Comm *c, size_t count, DType t, int r) {
+    return (comm_shard_begin(count, c->size, r + 1) - comm_shard_begin(count, c->size, r)) * dtype_size(t);
+}
+
 // Every collective once on c, at this count, with its bits, its untouched surroundings and its counted bytes.
 static void try_all(Comm *c, const int *member, size_t count, DType t) {
     const size_t item = dtype_size(t), bytes = count * item;
     const int r = c->rank, right = (r + 1) % c->size;
     const size_t from = comm_shard_begin(count, c->size, r) * item;
-    const size_t mine = comm_shard_begin(count, c->size, r + 1) * item - from;
-    const size_t next =
-        (comm_shard_begin(count, c->size, right + 1) - comm_shard_begin(count, c->size, right)) * item;
+    const size_t mine = shard_bytes(c, count, t, r), next = shard_bytes(c, count, t, right);
     char *in = brought(count, t, member[r]), *copy = brought(count, t, member[r]);
     CommCount before[COMM_OPS];
     memcpy(before, c->count, sizeof before);
@@ -538,9 +540,7 @@ static void try_device(Comm *c, const int *member, size_t count, DType t) {
     const size_t item = dtype_size(t), bytes = count * item;
     const int r = c->rank, right = (r + 1) % c->size;
     const size_t from = comm_shard_begin(count, c->size, r) * item;
-    const size_t mine = comm_shard_begin(count, c->size, r + 1) * item - from;
-    const size_t next =
-        (comm_shard_begin(count, c->size, right + 1) - comm_shard_begin(count, c->size, right)) * item;
+    const size_t mine = shard_bytes(c, count, t, r), next = shard_bytes(c, count, t, right);
     char *host = brought(count, t, member[r]), *in = on_device(host, bytes);
     char *all = device_alloc(MEM_COMMUNICATION, bytes), *shard = device_alloc(MEM_COMMUNICATION, mine);
     CommCount before[COMM_OPS];

@@ -32,7 +32,7 @@ UNITS, FP8, CHECK = "tests/test_units.py", "tests/test_cuda_fp8.py", "tests/test
 MUTANTS = {
     # data parallelism: what is summed, when
     "a bucket is not reduced": (
-        "dp_zero.c", "    look_for_not_finite(m, b);\n    void *whole", "    if (i == 1) return;\n    void *whole",
+        "dp_zero.c", "    square_gradients(m, b);\n    void *whole", "    if (i == 1) return;\n    void *whole",
         LAW),
     "the sum over ranks comes a micro-batch early": (
         "dp_zero.c", "b->summed < m->config.accum) return;", "b->summed + 1 < m->config.accum) return;", RANKS),
@@ -95,9 +95,9 @@ MUTANTS = {
     "another rank's replica is blamed": (
         "state.c", "if (alike <= fewest) odd = r,", "if (alike <= fewest) odd = ranks - 1 - r,", REPLICA),
     "a NaN is looked for after the sum": (
-        "dp_zero.c", "    look_for_not_finite(m, b);\n    void *whole",
+        "dp_zero.c", "    square_gradients(m, b);\n    void *whole",
         "    if (!b->grad32) comm_wait(comm_all_reduce(m->grid.dp, b->grad, b->count, float_x));\n"
-        "    look_for_not_finite(m, b);\n    void *whole",
+        "    square_gradients(m, b);\n    void *whole",
         NOT_A_NUMBER),
     "the last rank with a NaN is named": (
         "train_gpt2.cu", "* world->size + world->rank;", "* world->size - world->rank;",
