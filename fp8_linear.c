@@ -73,7 +73,7 @@ static size_t block_bytes(size_t rows, size_t columns) {
 }
 
 size_t linear_workspace(const Model *m, size_t M, size_t K, size_t N) {
-    if (m->config.fp8 < 0) return matmul_workspace(M, K, N);
+    if (m->config.fp8 == FP8_NONE) return matmul_workspace(M, K, N);
     size_t forward = row_bytes(M, K) + block_bytes(N, K) + fp8_gemm_workspace(M, K, N);
     size_t input = row_bytes(M, N) + block_bytes(N, K) + block_bytes(K, N) + fp8_gemm_workspace(M, N, K);
     size_t weight = row_bytes(N, M) + row_bytes(K, M) + fp8_gemm_workspace(N, M, K);
@@ -122,7 +122,7 @@ static Fp8Matrix by_blocks_turned(char **workspace, const floatX *weight, size_t
 void linear_forward(const Model *m, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
                     size_t M, size_t K, size_t N) {
     char *workspace = m->workspace;
-    if (m->config.fp8 < 0) {
+    if (m->config.fp8 == FP8_NONE) {
         matmul_forward(out, inp, weight, bias, M, K, N, workspace);
         return;
     }
@@ -133,7 +133,7 @@ void linear_forward(const Model *m, floatX *out, const floatX *inp, const floatX
 void linear_backward_input(const Model *m, floatX *dinp, const floatX *dout, const floatX *weight, size_t M,
                            size_t K, size_t N) {
     char *workspace = m->workspace;
-    if (m->config.fp8 < 0) {
+    if (m->config.fp8 == FP8_NONE) {
         matmul_backward_input(dinp, dout, weight, M, K, N, workspace);
         return;
     }
@@ -145,7 +145,7 @@ void linear_backward_input(const Model *m, floatX *dinp, const floatX *dout, con
 void linear_backward_weight(const Model *m, floatX *dweight, const floatX *dout, const floatX *inp, size_t M,
                             size_t K, size_t N) {
     char *workspace = m->workspace;
-    if (m->config.fp8 < 0) {
+    if (m->config.fp8 == FP8_NONE) {
         matmul_backward_weight(dweight, dout, inp, M, K, N, workspace);
         return;
     }

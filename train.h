@@ -20,7 +20,7 @@ typedef enum { ARCH_GPT2, ARCH_LLAMA } Arch;
 typedef enum { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL } Recompute;
 typedef enum { ATTENTION_FLASH, ATTENTION_NAIVE } Attention;
 typedef enum { MATMUL_FP32, MATMUL_BF16 } MatmulInputs;
-typedef enum { FP8_ALL_E4M3, FP8_HYBRID } Fp8Recipe;
+typedef enum { FP8_NONE = -1, FP8_ALL_E4M3, FP8_HYBRID } Fp8Recipe;
 #define FP8_RECIPES "e4m3|hybrid"
 
 typedef struct {
@@ -42,7 +42,7 @@ typedef struct {
     bool no_overlap;
     // memory and precision
     int recompute, attention, matmul;
-    int fp8; // Fp8Recipe; −1: none
+    int fp8; // Fp8Recipe
     bool grad_accum_fp32, lazy_optimizer;
     // run
     long eval_every, eval_batches, sample, save_every, keep;

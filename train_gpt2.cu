@@ -58,7 +58,7 @@ static Config config = {
     .ranks = NOT_GIVEN,
     .dp = NOT_GIVEN,
     .comm = NOT_GIVEN,
-    .fp8 = NOT_GIVEN,
+    .fp8 = FP8_NONE,
     .eval_batches = 8,
     .keep = 2,
     .timeout = 600,
@@ -1108,7 +1108,7 @@ static void open_device(Config *c) {
     if (c->comm == NOT_GIVEN) c->comm = gpu ? TRANSPORT_NCCL : TRANSPORT_MPI;
     if (c->comm == TRANSPORT_NCCL && !gpu)
         fail_all(EXIT_USAGE, "--comm nccl: this build computes on the CPU; nearest: mpi");
-    if (c->fp8 != NOT_GIVEN && !device_has_fp8())
+    if (c->fp8 != FP8_NONE && !device_has_fp8())
         fail_all(EXIT_USAGE, "--fp8 %s: %s has no fp8 (sm_89 and newer have); nearest: leave the flag out",
                  flag_choice(FP8_RECIPES, c->fp8), device_name());
 }
@@ -1171,7 +1171,7 @@ int main(int argc, char **argv) {
     Model m = {
         .config = config, .grid = {.world = world}, .data = train_data ? data_fingerprint(train_data) : 0};
     Config *c = &m.config;
-    m.bf16_products = sizeof(floatX) == 2 || matmul_inputs_bf16 || c->fp8 != NOT_GIVEN;
+    m.bf16_products = sizeof(floatX) == 2 || matmul_inputs_bf16 || c->fp8 != FP8_NONE;
     if (trains) {
         share_device(c, world);
         enter_rest(world, MEM_CONTEXT);

@@ -14,10 +14,10 @@
 // one is added, the others are on their way; and what is received and not yet added takes little memory.
 //
 // Cost for n bytes and N ranks: reduce-scatter and all-gather send (N-1)/N · n a rank, all-reduce twice that, which is
-// the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none from the last one.
-// Barrier: log2 N empty messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
-// With --comm mpi a GPU's buffer takes this way, too: it visits the host. It comes when its turn is there, and goes back when the
-// ring is done with it (Visit, comm_ring.h).
+// the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none
+// from the last one. Barrier: log2 N empty messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
+// With --comm mpi a GPU's buffer takes this way, too, staged through the host: fetched when its turn has come, and put back
+// when the ring is done with it (Staged, comm_ring.h).
 // Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 #include "comm_ring.h"
 #include "device.h"
@@ -84,7 +84,7 @@ typedef struct Task {
     size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
     int hops;                      // that a slice makes
     int tag;                       // of lane 0's messages
-    Visit visit;                   // where the buffer is a visitor's: it comes first, and then the turn begins
+    Staged staged;                 // where the buffer is a device's: fetched first, and then the turn begins
     bool begun;
     double began; // for the trace: when its turn came,
     size_t sent;  // and what this rank has sent for it
@@ -307,9 +307,9 @@ static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
 // ---- progress -------------------------------------------------------------------------------------------------------
 
 // Is the buffer there?
-static bool has_come(const Comm *c, Task *t) {
-    if (!t->visit.come) return true;
-    void *buf = t->visit.come(t->visit.self);
+static bool is_here(const Comm *c, Task *t) {
+    if (!t->staged.fetch) return true;
+    void *buf = t->staged.fetch(t->staged.self);
     if (!buf) return false;
     t->out = buf, t->own = at(buf, own_piece(c, t->count, t->type).offset);
     t->in = t->op == OP_ALL_GATHER ? t->own : buf;
@@ -382,14 +382,14 @@ static bool advance(Comm *c) {
     struct CommRing *ring = c->ring;
     bool moved = false;
     for (Task *t; (t = ring->first);) {
-        if (!t->begun && !has_come(c, t)) break;
+        if (!t->begun && !is_here(c, t)) break;
         if (!t->begun) begin(c, t);
         for (int i = 0; i < LANES; i++) moved |= advance_lane(c, t, i);
         if (t->arrived < t->slices) break;
         ring->done = t->sequence;
         note_done(ring->noted, ring->done);
-        if (t->visit.go)
-            t->visit.go(t->visit.self, t->sent);
+        if (t->staged.put_back)
+            t->staged.put_back(t->staged.self, t->sent);
         else if (c->size > 1)
             trace_span(c->name, comm_op_name[t->op], (long)t->sequence, (Moment){.seconds = t->began}, now(),
                        t->sent);
@@ -452,7 +452,7 @@ static Work start(Comm *c, Task task) {
     return (Work){.comm = c, .sequence = ring->started}; // t may be done, and gone
 }
 
-// Other ranks may be short of a core to run on, so an idle turn is given away. Where the buffer has not come yet, it is not
+// Other ranks may be short of a core to run on, so an idle turn is given away. Where the buffer is not here yet, it is not
 // the others that this rank waits for.
 void ring_finish(Work w) {
     struct CommRing *ring = w.comm->ring;
@@ -482,8 +482,8 @@ void ring_wait(Work w) {
 
 // ---- the collectives ------------------------------------------------------------------------------------------------
 
-Work ring_start_visit(Comm *c, CommOp op, size_t count, DType t, int root, Visit visit) {
-    return start(c, (Task){.op = op, .type = t, .count = count, .root = root, .visit = visit});
+Work ring_start_staged(Comm *c, CommOp op, size_t count, DType t, int root, Staged staged) {
+    return start(c, (Task){.op = op, .type = t, .count = count, .root = root, .staged = staged});
 }
 
 static void *own_place(const Comm *c, void *whole, size_t count, DType t) {

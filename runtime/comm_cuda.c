@@ -163,7 +163,7 @@ static void end(Flight *f) {
 }
 
 // The ring asks for the buffer, when the works before this one are through: what it reads of it goes down to the host.
-static void *come(void *self) {
+static void *fetch(void *self) {
     Flight *f = self;
     struct CommStream *s = f->comm->stream;
     size_t bytes = f->count * dtype_size(f->type);
@@ -187,7 +187,7 @@ static void *come(void *self) {
 }
 
 // The ring is done: what it has written goes up.
-static void go(void *self, size_t sent) {
+static void put_back(void *self, size_t sent) {
     Flight *f = self;
     struct CommStream *s = f->comm->stream;
     Piece up = {0, f->count * dtype_size(f->type)};
@@ -209,7 +209,8 @@ static Work start(Comm *c, Flight flight) {
     *(s->first ? &s->last->next : &s->first) = f;
     s->last = f;
     if (s->by_ring) { // which also counts and notes it
-        f->sequence = ring_start_visit(c, f->op, f->count, f->type, f->root, (Visit){come, go, f}).sequence;
+        f->sequence =
+            ring_start_staged(c, f->op, f->count, f->type, f->root, (Staged){fetch, put_back, f}).sequence;
         return (Work){c, f->sequence, true};
     }
     f->sequence = ++s->started;

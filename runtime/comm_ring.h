@@ -6,14 +6,14 @@
 #include "comm.h"
 
 // ---- the ring, for the half -------------------------------------------------------------------------------------------
-// A buffer that visits the host: it comes when the turn of its work is there, and goes when the ring is done with it.
+// Device memory staged through the host: fetched when the turn of its work has come, put back when the ring is done with it.
 typedef struct {
-    void *(*come)(void *self);           // [count], once it is there; NULL before
-    void (*go)(void *self, size_t sent); // sent: bytes that this rank has sent for it
+    void *(*fetch)(void *self);                // the host's copy, [count], once it is there; NULL before
+    void (*put_back)(void *self, size_t sent); // sent: bytes that this rank has sent for it
     void *self;
-} Visit;
+} Staged;
 // Starts a collective in place in such a buffer (each rank's shard at its own place).
-Work ring_start_visit(Comm *c, CommOp op, size_t count, DType t, int root, Visit visit);
+Work ring_start_staged(Comm *c, CommOp op, size_t count, DType t, int root, Staged staged);
 // comm_wait for a work of the ring;
 void ring_wait(Work w);
 // ... and what of it does not count the time.
