@@ -172,7 +172,7 @@ void dp_reserve(Model *m) {
         reserve_weights(m, i, weights);
         reserve_gradients(m, i, gradients, sums);
         b->m = b->v = NULL;
-        if (!m->config.lazy_optimizer || m->config.resume) reserve_optimizer(b);
+        if (!m->config.lazy_optimizer) reserve_optimizer(b);
         size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : float_x, (int)m->config.dp);
         if (bytes > staging) staging = bytes;
     }

@@ -327,7 +327,10 @@ static void say_without_effect(const Config *c) {
         say("--eval-batches changes nothing: no validation data");
     if (c->zero > 0 && c->dp == 1)
         say("--zero %ld changes nothing: one data-parallel rank holds all shards", c->zero);
+    if (flag_given(&config.comm) && c->dp == 1) say("--comm changes nothing: one rank sends no messages");
     if (c->no_overlap && c->dp == 1) say("--no-overlap changes nothing: one rank sends no messages");
+    if (flag_given(&config.lazy_optimizer) && c->resume)
+        say("--lazy-optimizer changes nothing: a resumed run has its moments before the first step");
     if (c->check_replicas && (c->dp == 1 || c->zero == 3))
         say("--check-replicas changes nothing: every weight is held once");
     if (flag_given(&config.matmul) && bf16_build) say("--matmul changes nothing: this build's values are bf16");
@@ -1007,7 +1010,8 @@ static void sample(Model *m, long count, long step) {
     m->B = 1;
     memset(m->host_targets, 0xff, T * sizeof(int32_t));
     // All ranks go on or none: at ZeRO-3 a forward takes all of them.
-    for (long i = 1; i <= count && comm_all_true(m->grid.world, !stop_signal); i++) {
+    long i = 1;
+    for (; i <= count && comm_all_true(m->grid.world, !stop_signal); i++) {
         m->T = (size_t)i < T ? (size_t)i : T;
         memcpy(m->host_tokens, token + i - (long)m->T, m->T * sizeof(int32_t));
         send_rows(m);
@@ -1021,7 +1025,8 @@ static void sample(Model *m, long count, long step) {
         length += (size_t)(text ? sprintf(out + length, "%c", printable ? token[i] : '?')
                                 : sprintf(out + length, "%d ", token[i]));
     }
-    say("sample of %ld %s after step %ld:\n%s", count, text ? "bytes" : "tokens", step, out);
+    const char *cut = i <= count ? ", asked to end" : "";
+    say("sample of %ld %s after step %ld%s:\n%s", i - 1, text ? "bytes" : "tokens", step, cut, out);
     m->B = B;
     m->T = T;
     kernel_flops = trained;
@@ -1053,6 +1058,7 @@ static long configure(int argc, char **argv, char *checkpoint, size_t checkpoint
                 "usage: ./train [flags], ./train --ranks 2 [flags], mpirun -n 2 ./train [flags]");
     say_quiet(c->quiet);
     long step = c->resume ? checkpoint_find(c->resume, checkpoint, checkpoint_size) : 0;
+    if (c->resume) c->lazy_optimizer = false; // the moments come with the weights
     char weights[PATH_MAX];
     snprintf(weights, sizeof weights, "%s/weights.safetensors", checkpoint);
     const char *file = c->resume ? weights : c->init;
@@ -1095,7 +1101,7 @@ static Ledger predict(Model *m) {
         m->grid.world, (double)(predicted.total_peak - before - (lazy ? predicted.peak[MEM_OPTIMIZER] : 0)));
     if (needed > available) {
         report_memory(&predicted, NULL);
-        fail_all(EXIT_USAGE, "a rank needs %.2f GB, %.2f GB are free; smaller: %s", (double)needed * 1e-9,
+        fail_all(EXIT_USAGE, "a rank needs %.3f GB, %.3f GB are free; smaller: %s", (double)needed * 1e-9,
                  (double)available * 1e-9, report_smaller(m));
     }
     return predicted;
@@ -1130,9 +1136,11 @@ static void share_device(Config *c, Comm *world) {
         if (id[r] == mine) here = alike;
     }
     free(id);
+    // Has a host fewer GPUs than ranks?
+    bool crowded = comm_max(world, comm_host().local_size > device_count()) > 0;
     if (c->comm == TRANSPORT_NCCL && most > 1) {
         // Enough GPUs, and yet one taken twice: the launcher has not told ranks which of the host they are.
-        if (flag_given(&config.comm) || comm_host().local_size <= device_count())
+        if (flag_given(&config.comm) || !crowded)
             fail_all(EXIT_USAGE, "--comm nccl: %d ranks share a GPU, and NCCL takes one each; nearest: mpi",
                      most);
         say("%d ranks share a GPU: their messages go through the host (--comm mpi)", most);
@@ -1172,6 +1180,8 @@ int main(int argc, char **argv) {
         .config = config, .grid = {.world = world}, .data = train_data ? data_fingerprint(train_data) : 0};
     Config *c = &m.config;
     m.bf16_products = sizeof(floatX) == 2 || matmul_inputs_bf16 || c->fp8 != FP8_NONE;
+    Ledger predicted = {0};
+    report_out_of_memory(&m, &predicted);
     if (trains) {
         share_device(c, world);
         enter_rest(world, MEM_CONTEXT);
@@ -1183,7 +1193,7 @@ int main(int argc, char **argv) {
     m.acts = host_alloc((size_t)c->layers + 1, sizeof *m.acts);
     m.block = host_alloc((size_t)c->layers, sizeof *m.block);
     m.d_block = host_alloc((size_t)c->layers, sizeof *m.d_block);
-    Ledger predicted = predict(&m);
+    predicted = predict(&m);
     if (c->explain) report_explain(&m);
     if (c->dry_run) report_dry_run(&m, &predicted);
     if (!trains) {
@@ -1200,7 +1210,6 @@ int main(int argc, char **argv) {
     log_open(c->log, c->resume); // after the lock: a run that is refused must not touch another's log
 
     trace_open(world, c->trace);
-    report_out_of_memory(&m, &predicted);
     model_reserve(&m);
     m.host_tokens = host_alloc(m.B * m.T, sizeof(int32_t));
     m.host_targets = host_alloc(m.B * m.T, sizeof(int32_t));

@@ -30,7 +30,8 @@ cudaStream_t compute_stream;
 
 #define cublas_check(call) cublas_check_at(call, #call, __FILE__, __LINE__)
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
-    if (status != CUBLAS_STATUS_SUCCESS) kernels_fail(file, line, call, cublasLtGetStatusString(status), 0);
+    int error = status == CUBLAS_STATUS_ALLOC_FAILED ? cudaErrorMemoryAllocation : 0;
+    if (status != CUBLAS_STATUS_SUCCESS) kernels_fail(file, line, call, cublasLtGetStatusString(status), error);
 }
 
 // ---------------------------------------------------------------------------------------------------------

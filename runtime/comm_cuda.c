@@ -29,6 +29,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #ifdef USE_MPI
 #include <nccl.h>
 #else
@@ -84,8 +85,9 @@ static Transport transport;
 #define nccl_check(call) nccl_checked(call, #call, __LINE__)
 static void nccl_checked(ncclResult_t result, const char *call, int line) {
     if (result == ncclSuccess) return;
-    fail(EXIT_RUNTIME, "%s:%d: %s: %s (%s)", __FILE__, line, call, ncclGetErrorString(result),
-         ncclGetLastError(NULL));
+    const char *detail = ncclGetLastError(NULL);
+    if (strstr(detail, "out of memory")) device_out_of_memory(MEM_LIBRARIES, 0); // it has no result of its own
+    fail(EXIT_RUNTIME, "%s:%d: %s: %s (%s)", __FILE__, line, call, ncclGetErrorString(result), detail);
 }
 
 // ---- what NCCL carries ------------------------------------------------------------------------------------------------
@@ -172,7 +174,11 @@ static void *fetch(void *self) {
             if (s->first != f) return NULL; // the last work's buffer may still be on its way up
             if (s->host) cuda_check(cudaFreeHost(s->host));
             s->host_bytes = bytes ? bytes : 1;
-            cuda_check(cudaMallocHost((void **)&s->host, s->host_bytes));
+            cudaError_t error = cudaMallocHost((void **)&s->host, s->host_bytes);
+            if (error == cudaErrorMemoryAllocation)
+                fail(EXIT_RUNTIME, "group %s: the host has no %.6f GB to lock for --comm mpi", f->comm->name,
+                     (double)s->host_bytes * 1e-9);
+            cuda_check(error);
         }
         Piece down = {0, bytes};
         if (f->op == OP_ALL_GATHER) down = own_piece(f->comm, f->count, f->type);

@@ -44,7 +44,7 @@ void ledger_live(MemCategory category, ptrdiff_t bytes) {
 }
 
 static void out_of_memory(MemCategory asked, size_t bytes) {
-    fail(EXIT_RUNTIME, "no memory for %.2f GB of %s, with %.2f GB held", (double)bytes * 1e-9, mem_name[asked],
+    fail(EXIT_RUNTIME, "no memory for %.6f GB of %s, with %.6f GB held", (double)bytes * 1e-9, mem_name[asked],
          (double)ledger.total * 1e-9);
 }
 void (*device_out_of_memory)(MemCategory asked, size_t bytes) = out_of_memory;

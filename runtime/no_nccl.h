@@ -20,7 +20,6 @@ static inline ncclResult_t no_nccl(const void *any, ...) {
 #define ncclGetUniqueId(id)                 no_nccl(id)
 #define ncclCommInitRank(comm, n, id, rank) no_nccl(comm, n, id, rank)
 #define ncclCommDestroy(comm)               no_nccl(comm)
-#define ncclCommAbort(comm)                 no_nccl(comm)
 #define ncclCommGetAsyncError(comm, error)  no_nccl(comm, *(error) = ncclSuccess)
 #define ncclGroupStart()                    no_nccl("")
 #define ncclGroupEnd()                      no_nccl("")

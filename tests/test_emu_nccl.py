@@ -108,6 +108,9 @@ def test_settings():
     assert run(0, "settings", EMU_DEVICES=0)[1][0] == "0 devices, cudaErrorNoDevice"
     code, _, errors = run(0, "settings", EMU_MEMORY="much")
     assert (code, errors) == (2, "EMU_MEMORY=much is not a number\n")
+    for name, value, most in ("EMU_DEVICES", 99999999999, 65536), ("EMU_SEED", 1.5, 2**32 - 1), ("EMU_ARCH", 1000, 129):
+        code, _, errors = run(0, "settings", **{name: value})
+        assert (code, errors) == (2, f"{name}={value} is no whole number up to {most}\n")
 
 
 def test_the_host_may_not_look_with_mpi_either():

@@ -155,6 +155,13 @@ MUTANTS = {
         "runtime/device_cuda.c", "return left / (size_t)sharers;", "return left;", f"{PROGRAM}::test_refused[half of one]"),
     "NCCL on a shared GPU": ("train_gpt2.cu", "TRANSPORT_NCCL && most > 1)", "TRANSPORT_NCCL && most > 2)",
         f"{PROGRAM}::test_refused[nccl on a shared GPU]"),
+    "each rank sees for itself whether GPUs are too few": (
+        "train_gpt2.cu", "comm_max(world, comm_host().local_size > device_count()) > 0;", "comm_host().local_size > device_count();",
+        f"{PROGRAM}::test_ranks_that_share_a_gpu"),
+    "what libraries take is not entered": (
+        "train_gpt2.cu", "if (step == first_step + 1) enter_rest(world, MEM_LIBRARIES);", "", f"{PROGRAM}::test_memory"),
+    "a resumed run's moments are not counted": (
+        "train_gpt2.cu", "if (c->resume) c->lazy_optimizer = false;", "", f"{PROGRAM}::test_a_resumed_run_is_not_lazy"),
     "heads of any width": ("train_gpt2.cu", "ATTENTION_FLASH || D <= most) return;", "ATTENTION_FLASH || most) return;",
         f"{PROGRAM}::test_refused[wide heads]"),
     "out of memory without the table": (

@@ -326,6 +326,17 @@ def test_signal_without_save(ranks, zero, start, text, tmp_path):
     assert r.code == 0 and "nothing saved without --save" in r.stdout, f"{r}"
 
 
+def test_signal_while_sampling(start, text):
+    """What has been drawn is shown, and said to be less."""
+    r = start([*flags(text), "--steps", 1, "--sample", 10**6])
+    r.wait_for_step(1)
+    time.sleep(0.5)
+    r.process.send_signal(signal.SIGTERM)
+    r = r.finish()
+    count = re.search(r"sample of (\d+) bytes after step 1, asked to end:", r.stdout)
+    assert r.code == 0 and count and int(count[1]) < 10**6, f"{r}"
+
+
 def test_signal_to_one_rank_ends_all(start, text, tmp_path):
     """Slurm signals every rank; a user with kill signals one. All save the same step."""
     r = start([*flags(text, ranks=2), "--steps", 10**6, "--save", tmp_path / "ckpt"], 2)

@@ -141,9 +141,10 @@ def test_what_changes_nothing_is_said(train, text):
 @pytest.mark.parametrize("ranks, options, where", [
     (1, ["--zero", 2], "one data-parallel rank holds all shards"),
     (1, ["--no-overlap"], "one rank sends no messages"),
+    (1, ["--comm", "mpi"], "one rank sends no messages"),
     (1, ["--check-replicas", 1], "every weight is held once"),
     (2, ["--zero", 3, "--check-replicas", 1], "every weight is held once"),
-], ids=["zero", "no-overlap", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
+], ids=["zero", "no-overlap", "comm", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
 def test_what_changes_nothing_here_is_said(ranks, options, where, train, text):
     """What depends on the number of ranks, or on another flag: said once, not by every rank."""
     run = [*TINY, "--data", text, "--steps", 2]

@@ -69,6 +69,8 @@ const char *cublasLtGetStatusString(cublasStatus_t status) {
         return "success";
     case CUBLAS_STATUS_NOT_INITIALIZED:
         return "the library is not initialized";
+    case CUBLAS_STATUS_ALLOC_FAILED:
+        return "the resource allocation failed";
     case CUBLAS_STATUS_INVALID_VALUE:
         return "an invalid value was passed";
     case CUBLAS_STATUS_EXECUTION_FAILED:
@@ -80,12 +82,15 @@ const char *cublasLtGetStatusString(cublasStatus_t status) {
 }
 
 struct cublasLtContext {};
+enum { HANDLE = 8000000 }; // bytes of device memory
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
+    if (!emu::library_takes(HANDLE)) return CUBLAS_STATUS_ALLOC_FAILED;
     *handle = new cublasLtContext;
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
     delete handle;
+    emu::library_takes(-HANDLE);
     return CUBLAS_STATUS_SUCCESS;
 }
 

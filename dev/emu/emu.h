@@ -90,12 +90,14 @@ uint32_t random_order(); // random_bits(), or 0 where the natural order is asked
 // In which order streams go on (streams.cpp): seed 0; of the seeds modulo 3: 1, 2, 0.
 enum Mood { NATURAL, OTHERS_LATE, OTHERS_EARLY, ANY_ORDER };
 Mood mood();
-double setting(const char *name, double otherwise); // a number in the environment
-const char *short_name(const char *file);           // without "./"
-bool in_kernel();                                   // a thread of a kernel runs, not the host
-bool failed();                                      // a device error has happened
+double setting(const char *name, double otherwise);                    // a number in the environment,
+uint32_t setting(const char *name, uint32_t otherwise, uint32_t most); // or a whole one
+const char *short_name(const char *file);                              // without "./"
+bool in_kernel(); // a thread of a kernel runs, not the host
+bool failed();    // a device error has happened
 // It happens: error() but for the way out of a kernel.
 [[gnu::format(printf, 1, 2)]] void fail(const char *format, ...);
+bool library_takes(ptrdiff_t bytes);              // device memory that is no allocation; < 0: gives it back
 void open_memory(bool open);                      // to accesses: the device's turn begins, or is over
 void check_slack(const char *kernel);             // has it written between allocations?
 bool untouched(const void *from, const void *to); // all bytes are still 0xff

@@ -36,16 +36,20 @@ struct Allocation {
 std::map<char *, Allocation> allocations; // by first byte
 std::vector<char *> opened;               // of these, since the device's turn began
 char *arena, *arena_free;
-size_t allocated;
+size_t allocated; // each rounded up
+ptrdiff_t libraries;
 bool device_runs; // on this thread:
 pthread_t device_thread;
 
+size_t round_up(size_t size) { // as an allocation is
+    return (size + 255) / 256 * 256;
+}
 size_t device_memory() {
     static const size_t bytes = (size_t)(setting("EMU_MEMORY", 80) * 1e9);
     return bytes;
 }
 size_t memory_left() {
-    size_t taken = CONTEXT + allocated;
+    size_t taken = CONTEXT + allocated + (size_t)libraries;
     return device_memory() > taken ? device_memory() - taken : 0;
 }
 
@@ -135,7 +139,7 @@ void start() {
 void give_back(std::map<char *, Allocation>::iterator a) {
     watch_free(a->first);
     madvise(a->second.pages, (size_t)(a->second.end - a->second.pages), MADV_DONTNEED);
-    allocated -= a->second.size;
+    allocated -= round_up(a->second.size);
     allocations.erase(a);
 }
 
@@ -167,6 +171,12 @@ cudaError_t copy(Copy c, cudaStream_t stream) {
 }
 
 } // namespace
+
+bool library_takes(ptrdiff_t bytes) {
+    if (bytes > 0 && (size_t)bytes > memory_left()) return false;
+    libraries += bytes;
+    return true;
+}
 
 void open_memory(bool open) {
     start();
@@ -213,9 +223,9 @@ cudaError_t cudaMalloc(void **p, size_t size) {
     start();
     *p = NULL;
     if (size == 0 || failed()) return status();
-    size_t rounded = (size + 255) / 256 * 256, bytes = (rounded + PAGE - 1) / PAGE * PAGE;
+    size_t rounded = round_up(size), bytes = (rounded + PAGE - 1) / PAGE * PAGE;
     char *pages = arena_free + PAGE, *end = pages + bytes;
-    if (size > memory_left() || end > arena + ARENA || mprotect(pages, bytes, PROT_READ | PROT_WRITE))
+    if (rounded > memory_left() || end > arena + ARENA || mprotect(pages, bytes, PROT_READ | PROT_WRITE))
         return refuse(cudaErrorMemoryAllocation, "no %zu bytes of device memory are left: %zu are, of %zu",
                       size, memory_left(), device_memory());
     madvise(pages, bytes, MADV_HUGEPAGE); // a large one is opened and closed 2 MB at a time
@@ -223,7 +233,7 @@ cudaError_t cudaMalloc(void **p, size_t size) {
     mprotect(pages, bytes, PROT_NONE);
     *p = end - rounded;
     allocations[end - rounded] = {pages, end, size, false};
-    allocated += size;
+    allocated += rounded;
     arena_free = end;
     watch_alloc(*p, size);
     return cudaSuccess;

@@ -600,6 +600,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     return ncclSuccess;
 }
 
+enum { COMMUNICATOR = 4000000 }; // bytes of device memory
+
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int size, ncclUniqueId id, int rank) {
     Id from;
     memcpy(&from, id.internal, sizeof from);
@@ -608,6 +610,8 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int size, ncclUniqueId id, int r
     if (memcmp(from.word, WORD, sizeof WORD) || size < 1 || rank < 0 || rank >= size)
         return refuse_call(ncclInvalidArgument,
                            "ncclCommInitRank: rank %d of %d, or an id that nobody has made", rank, size);
+    if (!library_takes(COMMUNICATOR))
+        return refuse_call(ncclUnhandledCudaError, "Cuda failure 'out of memory'");
     Hello mine = {(uint64_t)from.maker * MOST_COMMS + (uint64_t)from.number, size, rank, 0, ""};
     cudaGetDevice(&mine.device);
     gethostname(mine.host, sizeof mine.host - 1);
@@ -628,12 +632,14 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (!alive(comm)) return refuse_call(ncclInvalidArgument, "ncclCommDestroy: no communicator");
     while (comm->done < comm->issued && !failed()) wait_a_moment();
     comms.erase(comm->key);
+    library_takes(-COMMUNICATOR);
     if (!failed()) delete comm;
     return failure;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (!alive(comm)) return refuse_call(ncclInvalidArgument, "ncclCommAbort: no communicator");
     comms.erase(comm->key);
+    library_takes(-COMMUNICATOR);
     comm->aborted = true; // its works end in their turns
     return ncclSuccess;
 }

@@ -68,6 +68,12 @@ double setting(const char *name, double otherwise) {
     if (*end || !(value >= 0)) fprintf(stderr, "%s=%s is not a number\n", name, text), exit(2);
     return value;
 }
+uint32_t setting(const char *name, uint32_t otherwise, uint32_t most) {
+    double value = setting(name, (double)otherwise);
+    if (value > most || value != (double)(uint32_t)value)
+        fprintf(stderr, "%s=%s is no whole number up to %u\n", name, getenv(name), most), exit(2);
+    return (uint32_t)value;
+}
 
 const char *short_name(const char *file) {
     return file[0] == '.' && file[1] == '/' ? file + 2 : file;
@@ -98,8 +104,7 @@ size_t emu_sites(char *text, size_t size, bool reset) {
 namespace {
 struct Environment {
     Environment() {
-        const char *s = getenv("EMU_SEED");
-        emu_set_seed(s ? (uint32_t)strtoul(s, NULL, 0) : 0);
+        emu_set_seed(setting("EMU_SEED", 0, UINT32_MAX));
         emu_set_skip(getenv("EMU_SKIP"));
     }
 } environment;

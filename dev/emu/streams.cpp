@@ -60,7 +60,7 @@ unsigned idle_turns, polls; // questions since the host has queued something
 bool sticky;
 cudaError_t last_error;
 char message[1500];
-int arch = (int)setting("EMU_ARCH", 90), devices = (int)setting("EMU_DEVICES", 8), device;
+int arch = (int)setting("EMU_ARCH", 90, 129), devices = (int)setting("EMU_DEVICES", 8, 1 << 16), device;
 std::map<const void *, size_t> asked_smem; // of cudaFuncSetAttribute
 
 size_t most_smem() { // of a block, where it is asked for (CUDA C++ Programming Guide, "Compute Capabilities")
