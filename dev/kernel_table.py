@@ -210,14 +210,19 @@ def each(values):
     return values[0] if len(set(values)) == 1 else "/".join(values)
 
 
+def all_compiled(only=None):
+    """{(source, precision): its kernels}; minutes, the first time."""
+    sources = [s for s in sorted((ROOT / "kernels").glob("*.cu")) if not only or s.stem in only]
+    version = nvcc_version()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        made = {(s, p): pool.submit(cached, f"{s.stem}-{p}", [version, s, p, *headers()], lambda s=s, p=p: compiled(s, p))
+                for s in sources for p in harness.PRECISIONS}
+        return {job: kernels.result() for job, kernels in made.items()}
+
+
 def rows(only=None):
     """(rows as lists of words, broken promises)"""
-    sources = [s for s in sorted((ROOT / "kernels").glob("*.cu")) if not only or s.stem in only]
-    jobs = [(s, p) for s in sources for p in harness.PRECISIONS]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        version = nvcc_version()
-        made = pool.map(lambda job: cached(f"{job[0].stem}-{job[1]}", [version, *job, *headers()], lambda: compiled(*job)), jobs)
-        made = dict(zip(jobs, made))
+    made = all_compiled(only)
     everything = [*headers(), *sorted((ROOT / "kernels").glob("*.cu")), *sorted((ROOT / "dev/emu").glob("**/*.[ch]*"))]
     everything += [ROOT / "dev/kernel_cases.py", ROOT / "tests/kernels.py"]
     seen = {p: cached(f"watched-{p}", everything, lambda: watched(p)) for p in harness.PRECISIONS}
@@ -256,7 +261,12 @@ def text(lines):
 def main():
     parser = argparse.ArgumentParser(description="What nvcc makes of every CUDA kernel.")
     parser.add_argument("file", nargs="*", help="names of files of kernels/ without .cu (all)")
-    lines, broken = rows(parser.parse_args().file)
+    parser.add_argument("--compile", action="store_true", help="no table yet: only what takes so long, for the next run")
+    args = parser.parse_args()
+    if args.compile:
+        all_compiled(args.file)
+        return
+    lines, broken = rows(args.file)
     print(text(lines), end="")
     sys.exit("\n".join(broken))
 

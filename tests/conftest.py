@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "dev"))
+
+import kernel_table  # noqa: E402
 
 # One seed for everything random in a session: SEED=$RANDOM make test draws other layouts, models and weights.
 SEED = int(os.environ.get("SEED", 2026))
@@ -30,6 +33,33 @@ def pytest_report_header(config):
     return f"SEED={SEED}"
 
 
+_nvcc = None  # compiles the kernels for tests/test_cuda_static.py
+
+
+def pytest_collection_finish(session):
+    """nvcc takes minutes: it begins now, with the time that tests leave which mostly wait."""
+    global _nvcc
+    asked = any("compiled" in getattr(item, "fixturenames", ()) for item in session.items)
+    if asked and shutil.which("nvcc") and not session.config.option.collectonly:
+        command = ["nice", "-n", "19", sys.executable, "dev/kernel_table.py", "--compile"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        _nvcc = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet)
+
+
+def pytest_unconfigure():
+    if _nvcc and _nvcc.poll() is None:
+        os.killpg(_nvcc.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """(rows, broken promises) of dev/kernel_table.py."""
+    if not kernel_table.nvcc_version():
+        pytest.skip("no nvcc here, and the table is made with it")
+    _nvcc.wait()
+    return kernel_table.rows()
+
+
 # ---- building and running ----------------------------------------------------------------------------------------
 _built = {}
 
@@ -42,8 +72,9 @@ def build(precision="fp32", sanitize="", mpi=1, program="train", device="cpu"):
         program = f"build/{variant}/{program}"
         options = [f"DEVICE={device}", f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
         made = subprocess.run(
-            ["make", "-s", "-C", str(ROOT), *options, program], capture_output=True, text=True, timeout=BUILD_SECONDS
-        )
+            ["make", "-s", f"-j{os.cpu_count()}", "-C", str(ROOT), *options, program],
+            capture_output=True, text=True, timeout=BUILD_SECONDS,
+        )  # fmt: skip
         _built[key] = ROOT / program if made.returncode == 0 else "\n".join(made.stderr.splitlines()[-20:])
     assert isinstance(_built[key], pathlib.Path), f"no build of {key}:\n{_built[key]}"
     return _built[key]

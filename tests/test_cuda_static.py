@@ -94,13 +94,6 @@ def test_both_halves_are_whole(precision):
 
 
 # ---- the compiler ------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def compiled():
-    if not kernel_table.nvcc_version():
-        pytest.skip("no nvcc here, and the table is made with it")
-    return kernel_table.rows()
-
-
 def test_launch_bounds_are_kept(compiled):
     _, broken = compiled
     assert not broken, "\n".join(broken)
