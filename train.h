@@ -159,8 +159,8 @@ typedef struct {
     int n_units;
     int *bucket_of; // [n_units]
     uint64_t data;  // fingerprint of the training data
-    bool
-        bf16_products; // some matrix products have inputs of 16 or fewer bits: the peak that MFU is held against is theirs
+    // Some matrix products have inputs of 16 or fewer bits: the peak that MFU is held against is theirs.
+    bool bf16_products;
     size_t parameters; // true count: without the vocabulary's padding
 
     Ends ends, d_ends;
