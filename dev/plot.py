@@ -31,6 +31,7 @@ KINDS = {
     "optimizer": "#b07aa1",
     "wait": "#e15759",
     "all_reduce": "#59a14f",
+    "all_reduce_max": "#86bc86",
     "reduce_scatter": "#8cd17d",
     "all_gather": "#76b7b2",
     "broadcast": "#edc948",

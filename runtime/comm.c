@@ -8,7 +8,8 @@
 //
 // The other shards travel at the same time, each one place further round, so that in every hop every rank sends one
 // shard and receives one. All-gather is the same walk without the sums: each owner's shard goes round and is kept on
-// the way. All-reduce is the one, then the other.
+// the way. All-reduce is the one, then the other. all_reduce_max walks like it, and keeps the larger of two in place of
+// their sum.
 //
 // A shard is cut again, into slices of at most SLICE_BYTES. LANES slices travel at a time, each at its own pace: while
 // one is added, the others are on their way; and what is received and not yet added takes little memory.
@@ -47,10 +48,11 @@
 enum { SLICE_BYTES = 512 << 10, LANES = 4 };
 enum { TAG_CLOCK = 32767 }; // the largest that every MPI has
 
-const char *const comm_op_name[COMM_OPS] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                            "barrier"};
-const char *const comm_wait_name[COMM_OPS] = {"wait for all_reduce", "wait for reduce_scatter",
-                                              "wait for all_gather", "wait for broadcast", "wait for barrier"};
+const char *const comm_op_name[COMM_OPS] = {"all_reduce", "all_reduce_max", "reduce_scatter",
+                                            "all_gather", "broadcast",      "barrier"};
+const char *const comm_wait_name[COMM_OPS] = {"wait for all_reduce",     "wait for all_reduce_max",
+                                              "wait for reduce_scatter", "wait for all_gather",
+                                              "wait for broadcast",      "wait for barrier"};
 
 // One hop of one slice: what goes out, what comes in, and what becomes of it.
 typedef struct {
@@ -58,8 +60,8 @@ typedef struct {
     void *receive;    // [received bytes]
     size_t sent, received;
     int to, from;     // MPI_PROC_NULL: nobody, because there is nothing to say
-    const void *mine; // [received bytes] to add to what comes in, unless NULL
-    void *keep;       // [received bytes] where the sum then goes, unless NULL
+    const void *mine; // [received bytes] to combine with what comes in, unless NULL
+    void *keep;       // [received bytes] where that then goes, unless NULL
 } Hop;
 
 typedef struct {
@@ -215,6 +217,7 @@ ADD(add_bf16, bf16, float_to_bf16(bf16_to_float(a) + bf16_to_float(b)))
 ADD(add_f64, double, a + b)
 ADD(add_i32, int32_t, a + b)
 ADD(add_i64, int64_t, a + b)
+ADD(max_f32, float, a > b || isnan(a) ? a : b) // where b is NaN, it is the answer, too
 static Add *const add[] = {add_f32, add_bf16, add_f64, add_i32, add_i64, NULL}; // by DType
 
 // ---- what travels when ----------------------------------------------------------------------------------------------
@@ -322,7 +325,7 @@ static void begin(Comm *c, Task *t) {
     t->begun = true;
     t->began = seconds_now();
     note_turn(ring->noted, t->op, t->type, t->count);
-    bool reduces = t->op == OP_REDUCE_SCATTER || t->op == OP_ALL_REDUCE;
+    bool reduces = t->op <= OP_REDUCE_SCATTER;
     size_t staging = reduces ? ring_staging_bytes(t->count, t->type, c->size) : 0;
     if (staging > ring->staging_bytes) {
         free(ring->staging);
@@ -360,7 +363,8 @@ static bool advance_lane(Comm *c, Task *t, int i) {
         if (!both) break;
         Hop *hop = &lane->now;
         size_t bytes = hop->received;
-        if (hop->mine && bytes) add[t->type](hop->receive, hop->mine, bytes / dtype_size(t->type));
+        Add *combine = t->op == OP_ALL_REDUCE_MAX ? max_f32 : add[t->type];
+        if (hop->mine && bytes) combine(hop->receive, hop->mine, bytes / dtype_size(t->type));
         if (hop->keep && bytes) memcpy(hop->keep, hop->receive, bytes);
         lane->posted = false;
         moved = true;
@@ -444,7 +448,8 @@ static Work start(Comm *c, Task task) {
         size_t longest = t->op == OP_BROADCAST ? t->count : comm_shard_begin(t->count, c->size, 1);
         t->slice = slice_items(longest, t->type);
         t->slices = (longest + t->slice - 1) / t->slice;
-        t->hops = t->op == OP_BROADCAST ? 2 : t->op == OP_ALL_REDUCE ? 2 * (c->size - 1) : c->size - 1;
+        bool both = t->op == OP_ALL_REDUCE || t->op == OP_ALL_REDUCE_MAX;
+        t->hops = t->op == OP_BROADCAST ? 2 : both ? 2 * (c->size - 1) : c->size - 1;
     }
     *(ring->first ? &ring->last->next : &ring->first) = t;
     ring->last = t;
@@ -495,6 +500,13 @@ Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t) {
     return start(c, (Task){.op = OP_ALL_REDUCE, .type = t, .count = count, .in = buf, .own = own, .out = buf});
 }
 
+Work comm_host_all_reduce_max(Comm *c, float *buf, size_t count) {
+    void *own = own_place(c, buf, count, DTYPE_F32);
+    return start(
+        c,
+        (Task){.op = OP_ALL_REDUCE_MAX, .type = DTYPE_F32, .count = count, .in = buf, .own = own, .out = buf});
+}
+
 Work comm_host_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
     return start(c, (Task){.op = OP_REDUCE_SCATTER, .type = t, .count = count, .in = in, .own = out});
 }
@@ -517,11 +529,17 @@ double comm_sum(Comm *c, double x) {
     return x;
 }
 
-double comm_max(Comm *c, double x) {
+// Every rank's x.
+static double *gather_all(Comm *c, double x) {
     size_t n = (size_t)c->size;
-    double *all = host_alloc(n, sizeof *all), max = x;
+    double *all = host_alloc(n, sizeof *all);
     comm_wait(comm_host_all_gather(c, all, &x, n, DTYPE_F64));
-    for (size_t r = 0; r < n; r++)
+    return all;
+}
+
+double comm_max(Comm *c, double x) {
+    double *all = gather_all(c, x), max = x;
+    for (int r = 0; r < c->size; r++)
         if (all[r] > max || isnan(all[r])) max = all[r]; // one NaN among the ranks is the answer on all of them
     free(all);
     return max;
@@ -649,8 +667,12 @@ Comm *comm_init(int *argc, char ***argv) {
     Comm *neighbours = comm_of(here, "host");
     host.local_rank = neighbours->rank, host.local_size = neighbours->size;
     fail_spoken = shared_word(neighbours);
+    int first = neighbours->first; // of this host's ranks
     comm_free(neighbours);
-    host.hosts = (int)comm_sum(world, host.local_rank == 0);
+    double *firsts = gather_all(world, first);
+    for (int r = 0; r < world->size; r++)
+        if (firsts[r] == r) host.hosts++, host.host += r < first;
+    free(firsts);
     memset(world->count, 0, sizeof world->count); // users count from here
     return world;
 }

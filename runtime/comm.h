@@ -13,9 +13,9 @@
 // stream wait, not the host, but for what the ring still has to bring. The order of NCCL's sums is NCCL's own.
 //
 // The ring: reductions and all_gather over MPI_Isend/MPI_Irecv (Patarasuk & Yuan 2009): size − 1 hops (twice
-// that for all_reduce), in each of which a rank sends to rank + 1 and receives from rank − 1. The order of the sums is
-// fixed: shard s is summed along the ring, starting at rank s + 1 and ending at its owner, rank s. bf16 is added in fp32
-// and rounded once a hop.
+// that for all_reduce and its max), in each of which a rank sends to rank + 1 and receives from rank − 1. The order of the
+// sums is fixed: shard s is summed along the ring, starting at rank s + 1 and ending at its owner, rank s. bf16 is added in
+// fp32 and rounded once a hop.
 // A group of one is still a group: its collectives copy, and send nothing.
 #ifndef COMM_H
 #define COMM_H
@@ -34,7 +34,15 @@ typedef enum {
 } DType; // DTYPE_U8: moved, never added
 size_t dtype_size(DType t);
 
-typedef enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, COMM_OPS } CommOp;
+typedef enum {
+    OP_ALL_REDUCE,
+    OP_ALL_REDUCE_MAX,
+    OP_REDUCE_SCATTER, // up to here, numbers are combined
+    OP_ALL_GATHER,
+    OP_BROADCAST,
+    OP_BARRIER,
+    COMM_OPS
+} CommOp;
 extern const char *const comm_op_name[COMM_OPS];
 
 typedef struct {
@@ -89,6 +97,9 @@ size_t comm_staging_bytes(size_t count, DType t, int size);
 
 // Sum of buf [count] over the group, in place, same bits on every rank: reduce_scatter, then all_gather (NCCL has its own).
 Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t);
+// Largest of buf [count] over the group, in place, same bits on every rank. NaN where any rank has NaN, by the ring; NCCL
+// passes over a NaN, as fmaxf does.
+Work comm_all_reduce_max(Comm *c, float *buf, size_t count);
 // in [count] summed over the group; this rank's shard of the sum is written to out [its shard's length].
 // out may lie inside in, at the shard's own place. in is not changed elsewhere.
 Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t);
@@ -98,6 +109,7 @@ Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
 // The same on the host's memory.
 Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t);
+Work comm_host_all_reduce_max(Comm *c, float *buf, size_t count);
 Work comm_host_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_host_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
@@ -117,9 +129,10 @@ bool comm_all_true(Comm *c, bool mine); // do all ranks say true?
 // Collective over the world.
 double comm_clock_offset(Comm *world);
 
-// Ranks on this host: local rank and local size of the world, and on how many hosts it runs.
+// Ranks on this host: local rank and local size of the world; on how many hosts it runs, and which of them this is, from 0,
+// in the order of their first ranks.
 typedef struct {
-    int local_rank, local_size, hosts;
+    int local_rank, local_size, hosts, host;
 } Host;
 Host comm_host(void);
 

@@ -23,6 +23,9 @@ size_t comm_staging_bytes(size_t count, DType t, int size) {
 Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t) {
     return comm_host_all_reduce(c, buf, count, t);
 }
+Work comm_all_reduce_max(Comm *c, float *buf, size_t count) {
+    return comm_host_all_reduce_max(c, buf, count);
+}
 Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
     return comm_host_reduce_scatter(c, out, in, count, t);
 }

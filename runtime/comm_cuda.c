@@ -101,6 +101,7 @@ static size_t ring_sends(const Flight *f) {
         (comm_shard_begin(f->count, c->size, right + 1) - comm_shard_begin(f->count, c->size, right)) * item;
     switch (f->op) {
     case OP_ALL_REDUCE:
+    case OP_ALL_REDUCE_MAX:
         return whole - mine + whole - next;
     case OP_REDUCE_SCATTER:
         return whole - mine;
@@ -146,6 +147,8 @@ static void nccl_start(const Flight *f) {
         nccl_check(ncclAllGather(f->in, f->out, each, type, s->nccl, s->stream));
     else if (f->op == OP_ALL_REDUCE)
         nccl_check(ncclAllReduce(f->in, f->out, f->count, type, ncclSum, s->nccl, s->stream));
+    else if (f->op == OP_ALL_REDUCE_MAX)
+        nccl_check(ncclAllReduce(f->in, f->out, f->count, type, ncclMax, s->nccl, s->stream));
     else
         nccl_check(ncclBroadcast(f->in, f->out, f->count, type, f->root, s->nccl, s->stream));
 }
@@ -208,6 +211,11 @@ static void put_back(void *self, size_t sent) {
 static Work start(Comm *c, Flight flight) {
     struct CommStream *s = c->stream;
     if (!s) fail(EXIT_RUNTIME, "group %s carries no device memory: it is older than comm_use", c->name);
+    if (c->size == 1) { // nobody to wait for
+        c->count[flight.op].calls++;
+        if (flight.out != flight.in) device_copy(flight.out, flight.in, flight.count * dtype_size(flight.type));
+        return (Work){0};
+    }
     Flight *f = host_alloc(1, sizeof *f);
     *f = flight;
     f->comm = c;
@@ -224,13 +232,9 @@ static Work start(Comm *c, Flight flight) {
     c->count[f->op].calls++;
     c->count[f->op].bytes += f->sent;
     begin(f);
-    size_t bytes = f->count * dtype_size(f->type);
-    if (s->noted) note_start(s->noted, f->sequence, f->op, f->type, f->count);
-    if (s->noted && s->first == f) note_turn(s->noted, f->op, f->type, f->count);
-    if (s->nccl)
-        nccl_start(f);
-    else if (f->in != f->out && bytes)
-        cuda_check(cudaMemcpyAsync(f->out, f->in, bytes, cudaMemcpyDeviceToDevice, s->stream));
+    note_start(s->noted, f->sequence, f->op, f->type, f->count);
+    if (s->first == f) note_turn(s->noted, f->op, f->type, f->count);
+    nccl_start(f);
     end(f);
     return (Work){c, f->sequence, true};
 }
@@ -246,8 +250,7 @@ static bool retire(struct CommStream *s) {
         Moment done = {.seconds = device_moment_seconds(f->done)};
         s->done = f->sequence;
         s->first = f->next;
-        if (s->comm->size > 1)
-            trace_span(s->comm->name, comm_op_name[f->op], (long)f->sequence, began, done, f->sent);
+        trace_span(s->comm->name, comm_op_name[f->op], (long)f->sequence, began, done, f->sent);
         free(f);
         if (!s->noted) continue;
         note_done(s->noted, s->done);
@@ -310,12 +313,10 @@ void comm_wait(Work w) {
     if (s->done >= w.sequence || s->awaited >= w.sequence) return;
     Flight *f = s->first;
     while (f->sequence != w.sequence) f = f->next;
-    Wait wait = {.op = f->op, .sequence = w.sequence};
-    if (w.comm->size > 1) wait.before = device_moment();
+    Wait wait = {.op = f->op, .sequence = w.sequence, .before = device_moment()};
     if (s->by_ring) ring_finish((Work){.comm = w.comm, .sequence = w.sequence}); // f may be done then, and gone
     if (s->done < w.sequence) cuda_check(cudaStreamWaitEvent(compute_stream, f->done.event, 0));
     s->awaited = w.sequence;
-    if (w.comm->size == 1) return;
     wait.after = device_moment();
     Wait *kept = host_alloc(1, sizeof *kept);
     *kept = wait;
@@ -339,6 +340,7 @@ static void warm_up(struct CommStream *s) {
     cuda_check(cudaMalloc((void **)&x, n * sizeof *x));
     cuda_check(cudaMemsetAsync(x, 0, n * sizeof *x, s->stream));
     nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclSum, s->nccl, s->stream));
+    nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclMax, s->nccl, s->stream));
     nccl_check(ncclReduceScatter(x, x + s->comm->rank, 1, ncclFloat32, ncclSum, s->nccl, s->stream));
     nccl_check(ncclAllGather(x + s->comm->rank, x, 1, ncclFloat32, s->nccl, s->stream));
     nccl_check(ncclReduce(x, x, n, ncclFloat32, ncclSum, 0, s->nccl, s->stream));
@@ -403,6 +405,10 @@ size_t comm_staging_bytes(size_t count, DType t, int size) {
 
 Work comm_all_reduce(Comm *c, void *buf, size_t count, DType t) {
     return start(c, (Flight){.op = OP_ALL_REDUCE, .in = buf, .out = buf, .count = count, .type = t});
+}
+Work comm_all_reduce_max(Comm *c, float *buf, size_t count) {
+    return start(c,
+                 (Flight){.op = OP_ALL_REDUCE_MAX, .in = buf, .out = buf, .count = count, .type = DTYPE_F32});
 }
 Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t) {
     return start(c, (Flight){.op = OP_REDUCE_SCATTER, .in = in, .out = out, .count = count, .type = t});

@@ -17,6 +17,7 @@ static inline ncclResult_t no_nccl(const void *any, ...) {
     return ncclSuccess;
 }
 #define ncclSum                             0
+#define ncclMax                             2
 #define ncclGetUniqueId(id)                 no_nccl(id)
 #define ncclCommInitRank(comm, n, id, rank) no_nccl(comm, n, id, rank)
 #define ncclCommDestroy(comm)               no_nccl(comm)

@@ -177,6 +177,14 @@ static void collectives(void) {
             one(REDUCE_SCATTER, ncclFloat32, op, 100, in_place);
             if (op != ncclAvg) one(REDUCE, ncclInt64, op, 100, in_place);
         }
+    // Maxima: minus infinity is a number like others, and a NaN gives way, as in fmaxf.
+    bool last = rank == size - 1;
+    float odd[4] = {-INFINITY, last ? -3 : -INFINITY, last ? -3 : NAN, NAN}, *on = device(sizeof odd);
+    cuda(cudaMemcpyAsync(on, odd, sizeof odd, cudaMemcpyHostToDevice, compute));
+    nccl(ncclAllReduce(on, on, 4, ncclFloat32, ncclMax, world, compute));
+    cuda(cudaMemcpyAsync(odd, on, sizeof odd, cudaMemcpyDeviceToHost, compute));
+    cuda(cudaStreamSynchronize(compute));
+    check(odd[0] == -INFINITY && odd[1] == -3 && odd[2] == -3 && isnan(odd[3]), "maximum");
     // Sums that are not exact: the same bits on every rank.
     enum { N = 20000 };
     float *x = malloc(N * sizeof *x), *first = malloc(N * sizeof *x), *d = device(N * sizeof *x);

@@ -18,6 +18,9 @@
 #include <cmocka.h>
 #undef fail // cmocka's
 #include <math.h>
+#ifdef USE_MPI
+#include <mpi.h>
+#endif
 #include <omp.h>
 #include <sched.h>
 #include <signal.h>
@@ -142,6 +145,28 @@ static char *ring_sum(size_t count, DType t, const int *member, int size) {
     return b;
 }
 
+// For the maximum: among the floats some minus infinities, here and there on all ranks; and NaN, but where NCCL passes over it.
+static float *brought_max(size_t count, int who) {
+    float *x = (float *)brought(count, DTYPE_F32, who);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t h = hash((uint32_t)who + 1000, i) % 16;
+        if (i % 7 == 3 || h < 3) x[i] = -INFINITY;
+        if (h == 3 && !exact) x[i] = NAN;
+    }
+    return x;
+}
+
+static float *largest(size_t count, const int *member, int size) {
+    float *max = brought_max(count, member[0]);
+    for (int r = 1; r < size; r++) {
+        float *x = brought_max(count, member[r]);
+        for (size_t i = 0; i < count; i++)
+            if (x[i] > max[i] || isnan(x[i])) max[i] = x[i];
+        buffer_free((char *)x, count * sizeof *x);
+    }
+    return max;
+}
+
 static size_t shard_bytes(const Comm *c, size_t count, DType t, int r) {
     return (comm_shard_begin(count, c->size, r + 1) - comm_shard_begin(count, c->size, r)) * dtype_size(t);
 }
@@ -182,6 +207,17 @@ static void try_all(Comm *c, const int *member, size_t count, DType t) {
         buffer_free(all, bytes);
         buffer_free(shard, mine);
         buffer_free(sum, bytes);
+    }
+
+    if (t == DTYPE_F32) {
+        float *max = largest(count, member, c->size), *x = brought_max(count, member[r]);
+        memcpy(before, c->count, sizeof before);
+        comm_wait(comm_host_all_reduce_max(c, x, count));
+        check(memcmp(x, max, bytes) == 0);
+        check(SENT(OP_ALL_REDUCE_MAX) == (bytes - mine) + (bytes - next) && SENT(OP_ALL_REDUCE) == 0);
+        check(c->count[OP_ALL_REDUCE_MAX].calls == before[OP_ALL_REDUCE_MAX].calls + 1);
+        buffer_free((char *)x, bytes);
+        buffer_free((char *)max, bytes);
     }
 
     char *expected = buffer(bytes), *all = buffer(bytes);
@@ -299,7 +335,7 @@ static void test_split(void **state) {
         try_all(half, place, 1003, t), try_all(alone, &world->rank, 1003, t);
     try_all(half, place, 1 << 19, DTYPE_F32);
     for (int op = 0; op < COMM_OPS; op++) check(alone->count[op].bytes == 0);
-    check(alone->count[OP_ALL_REDUCE].calls == 5);
+    check(alone->count[OP_ALL_REDUCE].calls == 5 && alone->count[OP_ALL_REDUCE_MAX].calls == 1);
 
     Comm *quarter = comm_split(half, half->rank / 2, 0, "quarter"); // a group of a group
     check(quarter->rank == half->rank % 2);
@@ -395,7 +431,7 @@ static void test_small_things(void **state) {
     check(comm_all_true(world, true));
     for (int liar = 0; liar < n; liar++) check(!comm_all_true(world, r != liar));
     Host host = comm_host();
-    check(host.hosts == 1 && host.local_rank == r && host.local_size == n);
+    check(host.hosts == 1 && host.host == 0 && host.local_rank == r && host.local_size == n);
     check(launch_rank() == r && launch_size() == n && launch_local_rank() == r && launch_local_size() == n);
     agree();
 }
@@ -566,6 +602,17 @@ static void try_device(Comm *c, const int *member, size_t count, DType t) {
         buffer_free(sum, bytes);
     }
 
+    if (t == DTYPE_F32) {
+        char *max = (char *)largest(count, member, c->size), *x = (char *)brought_max(count, member[r]);
+        memcpy(before, c->count, sizeof before);
+        device_copy_in(in, x, bytes);
+        comm_wait(comm_all_reduce_max(c, (float *)in, count));
+        check(same_on_device(in, max, bytes));
+        check(SENT(OP_ALL_REDUCE_MAX) == (bytes - mine) + (bytes - next) && SENT(OP_ALL_REDUCE) == 0);
+        buffer_free(x, bytes);
+        buffer_free(max, bytes);
+    }
+
     char *expected = buffer(bytes);
     for (int s = 0; s < c->size; s++)
         for (size_t i = comm_shard_begin(count, c->size, s); i < comm_shard_begin(count, c->size, s + 1); i++)
@@ -655,6 +702,69 @@ static void device_in_flight(Comm *a, Comm *b, Comm *alone, const int *member) {
     buffer_free(host, BYTES);
 }
 
+// The ranks as a grid two wide: each is in a row and in a column, as in a group of tensor and one of data parallelism.
+//
+//     0 1      Works of both are under way at the same time, started by turns, and awaited in another order: the last first; or
+//     2 3      all of the row's before the column's, and at odd ranks the other way round. Then a column sums what its rows
+//     4 ...    have summed.
+static void crossing_groups(void) {
+    enum { WORKS = 12, COUNT = 5003, BYTES = COUNT * 4 };
+    const int rank = world->rank;
+    Comm *group[] = {comm_split(world, rank / 2, rank, "row"), comm_split(world, rank % 2, rank, "column")};
+    for (int round = 0; round < 3; round++) { // from max on: the first work of a group may be one
+        char *buf[WORKS], *out[WORKS], *want[WORKS];
+        size_t from[2], mine[2];
+        Work work[WORKS];
+        for (int g = 0; g < 2; g++) {
+            from[g] = comm_shard_begin(COUNT, group[g]->size, group[g]->rank) * 4;
+            mine[g] = shard_bytes(group[g], COUNT, DTYPE_F32, group[g]->rank);
+        }
+        for (int i = 0; i < WORKS; i++) {
+            const int g = i % 2, what = (i / 2 + round + 1) % 4, size = group[g]->size;
+            int *member = calloc((size_t)size, sizeof *member);
+            for (int r = 0; r < size; r++) member[r] = g == 0 ? rank / 2 * 2 + r : rank % 2 + 2 * r;
+            char *host = what == 1 ? (char *)brought_max(COUNT, rank) : brought(COUNT, DTYPE_F32, rank);
+            want[i] =
+                what == 1 ? (char *)largest(COUNT, member, size) : ring_sum(COUNT, DTYPE_F32, member, size);
+            buf[i] = on_device(host, BYTES);
+            out[i] = device_alloc(MEM_COMMUNICATION, BYTES);
+            if (what == 0) work[i] = comm_all_reduce(group[g], buf[i], COUNT, DTYPE_F32);
+            if (what == 1) work[i] = comm_all_reduce_max(group[g], (float *)buf[i], COUNT);
+            if (what == 2) work[i] = comm_reduce_scatter(group[g], out[i] + from[g], buf[i], COUNT, DTYPE_F32);
+            if (what == 3) { // gathered where it is scattered, and nobody waits in between
+                comm_reduce_scatter(group[g], out[i] + from[g], buf[i], COUNT, DTYPE_F32);
+                work[i] = comm_all_gather(group[g], out[i], out[i] + from[g], COUNT, DTYPE_F32);
+            }
+            if ((i + rank) % 3 == 0) comm_progress();
+            buffer_free(host, BYTES);
+            free(member);
+        }
+        for (int k = 0; k < WORKS; k++)
+            comm_wait(work[round == 0 ? WORKS - 1 - k : 2 * (k % (WORKS / 2)) + (k / (WORKS / 2) + rank) % 2]);
+        for (int i = 0; i < WORKS; i++) {
+            const int g = i % 2, what = (i / 2 + round + 1) % 4;
+            char *result = what < 2 ? buf[i] : out[i];
+            size_t begin = what == 2 ? from[g] : 0, bytes = what == 2 ? mine[g] : BYTES;
+            check(same_on_device(result + begin, want[i] + begin, bytes));
+            device_free(MEM_COMMUNICATION, buf[i], BYTES);
+            device_free(MEM_COMMUNICATION, out[i], BYTES);
+            buffer_free(want[i], BYTES);
+        }
+    }
+    float *x = malloc(BYTES), sum = 0;
+    for (int i = 0; i < COUNT; i++) x[i] = (float)(rank + 1);
+    for (int r = 0; r < world->size; r++)
+        if (r / 2 * 2 + rank % 2 < world->size) sum += (float)(r + 1);
+    char *d = on_device((char *)x, BYTES);
+    for (int g = 0; g < 2; g++) comm_wait(comm_all_reduce(group[g], d, COUNT, DTYPE_F32));
+    for (int i = 0; i < COUNT; i++) x[i] = sum;
+    check(same_on_device(d, (char *)x, BYTES));
+    device_free(MEM_COMMUNICATION, d, BYTES);
+    free(x);
+    comm_free(group[1]);
+    comm_free(group[0]);
+}
+
 // cmocka's handler takes the place of the emulator's, which opens the device's memory when it is touched.
 static struct sigaction before_cmocka;
 
@@ -718,8 +828,9 @@ static void try_transport(Transport transport) {
     try_device(all, member, 300000, DTYPE_BF16);
     for (int op = 0; op < COMM_OPS; op++)
         check(alone->count[op].bytes == 0 && alone->count[op].exposed_ms >= 0);
-    check(alone->count[OP_ALL_REDUCE].calls == 5);
+    check(alone->count[OP_ALL_REDUCE].calls == 5 && alone->count[OP_ALL_REDUCE_MAX].calls == 1);
     device_in_flight(all, second, alone, member);
+    crossing_groups();
     give_back_while_waiting(all);
 
     // Awaited while another rank is late, it is exposed.
@@ -787,6 +898,13 @@ static void catch (int signal) {
     caught = signal;
 }
 
+static bool dealt; // to three hosts in turn, for mode "hosts"
+#ifdef USE_MPI
+int MPI_Comm_split_type(MPI_Comm c, int type, int key, MPI_Info info, MPI_Comm *out) {
+    return dealt ? PMPI_Comm_split(c, 2 - key % 3, key, out) : PMPI_Comm_split_type(c, type, key, info, out);
+}
+#endif
+
 static int show(const char *mode, int argc, char **argv) {
     if (strcmp(mode, "who") == 0) {
         printf("%d %d %d %d\n", launch_rank(), launch_size(), launch_local_rank(), launch_local_size());
@@ -800,6 +918,7 @@ static int show(const char *mode, int argc, char **argv) {
     }
     if (strcmp(mode, "fail-early") == 0 && launch_rank() == launch_size() - 1)
         fail(EXIT_USAGE, "cannot open %s", "x");
+    dealt = strcmp(mode, "hosts") == 0;
     world = comm_init(&argc, &argv);
     bool last = world->rank == world->size - 1;
     if (strcmp(mode, "fail-all") == 0) fail_all(EXIT_USAGE, "--tp %d does not divide %d heads", 3, 8);
@@ -852,6 +971,11 @@ static int show(const char *mode, int argc, char **argv) {
         end += sprintf(end, ", arguments");
         for (int i = 2; i < argc; i++) end += snprintf(end, 64, " %s", argv[i]);
         puts(line);
+    }
+    if (dealt) {
+        Host h = comm_host();
+        printf("rank %d: %d of %d on host %d of %d\n", world->rank, h.local_rank, h.local_size, h.host,
+               h.hosts);
     }
     if (strcmp(mode, "save") ==
         0) { // as the training loop does: once one rank is told to end, all save and end

@@ -53,7 +53,7 @@ def test_collectives_without_mpi(program_without_mpi):
 
 
 # ---- on a device's memory, which here is the emulator's -----------------------------------------------------------
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_collectives_on_a_device(program_on_emulator, ranks, seed):
     """In three orders of its streams: the compute stream first, the others first, any."""
@@ -142,6 +142,14 @@ def test_ranks_flag(program, ranks):
         f"rank {r} of {ranks}, {threads} threads, omp {threads}, cores {cores}, arguments --a 1 2 b"
         for r in range(ranks)
     ]
+
+
+def test_hosts_are_numbered(program):
+    """By their first ranks, however the launcher deals out ranks; here in turn, to what passes for three hosts."""
+    for ranks, local_sizes in (2, [1, 1]), (5, [2, 2, 1]):
+        assert started(mpirun(ranks, program, "hosts")) == [
+            f"rank {r}: {r // 3} of {local_sizes[r % 3]} on host {r % 3} of {len(local_sizes)}" for r in range(ranks)
+        ]
 
 
 def test_ranks_flag_leaves_what_the_user_set(program):

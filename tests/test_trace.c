@@ -38,7 +38,7 @@ Moment skewed_moment(void) {
 }
 
 Host two_hosts(void) {
-    return (Host){0, 1, 2};
+    return (Host){.local_size = 1, .hosts = 2};
 }
 
 double known_offset(Comm *world) {

@@ -189,8 +189,8 @@ void fold(char *out, const std::vector<std::vector<char>> &parts, size_t n, int 
             Sum x = ((const T *)parts[(size_t)r].data())[i];
             sum = k == 0              ? x
                   : redop == ncclProd ? (Sum)(sum * x)
-                  : redop == ncclMax  ? std::max(sum, x)
-                  : redop == ncclMin  ? std::min(sum, x)
+                  : redop == ncclMax  ? (sum != sum || x > sum ? x : sum) // a NaN gives way, as in fmaxf
+                  : redop == ncclMin  ? (sum != sum || x < sum ? x : sum)
                                       : (Sum)(sum + x);
         }
         ((T *)out)[i] = (T)(redop == ncclAvg ? (Sum)(sum / (Sum)ranks) : sum);
