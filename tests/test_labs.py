@@ -18,7 +18,7 @@ import kernels
 from conftest import ROOT, build, close, environment, run_program
 
 LABS = ROOT / "dev/labs"
-NAMES = ["1_memory", "2_accumulation", "3_overlap", "4_zero", "5_formats", "6_kernels"]
+NAMES = ["1_memory", "2_accumulation", "3_overlap", "4_zero", "5_formats", "6_kernels", "7_tensor"]
 LAB_SECONDS = 200
 
 
@@ -101,7 +101,7 @@ def test_lab_1_memory(lab):
         rest = 1 if recompute == "full" else L
         floats = L * C + rest * (15 * C + 4) + kept_scores * scores + 2 * C + 2
         assert same(row["activations"], 4 * N * floats) and row["by formula"] == row["activations"], row
-        assert same(row["logits"], 4 * N * (256 + 1)), row
+        assert same(row["logits"], 4 * N * (256 + 5)), row
         names = "weights gradients optimizer activations dout logits workspace".split()
         assert abs(sum(float(row[n]) for n in names) - float(row["in all"])) < 0.005, row
         assert row["in all"] == row["predicted"], row
@@ -346,6 +346,78 @@ def test_lab_6_left_out(lab):
         command, env = [sys.executable, LABS / "6_kernels.py"], environment(EMU_SKIP=site)
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         assert done.returncode == code and words in (done.stderr if code else done.stdout), f"{done.stdout}\n{done.stderr}"
+
+
+TENSOR = ["--tp 1", "--tp 2", "--tp 2 --sp", "--tp 4", "--tp 4 --sp"]
+
+
+def tensor_elements(name, N, L=4, C=128, T=64):
+    """What a rank sends in a step of N tokens, in elements."""
+    kind, n, *sp = name.split()
+    n = int(n)
+    if kind == "--dp":
+        return 2 * sum(gpt2_units(L, C, T)) * (n - 1) // n
+    once, twice = N * C, 2 * N * C  # gathered or scattered; summed
+    sums = twice * (1 + 4 * L + 1) + 2 * 3 * N  # embedding, blocks, head; the loss's three numbers a row
+    if sp:  # inputs of W; the embedding's and the head's backward; norms and two biases
+        sums += once * (2 * L + 1) + 2 * C * (6 * L + 2)
+    return sums * (n - 1) // n
+
+
+def test_lab_7_one_host(lab):
+    """Kept and sent, counted by hand; the losses of one rank."""
+    held, sent = lab("7_tensor").tables[:2]
+    assert [row["run"] for row in held] == TENSOR
+    L, C, N, H = 4, 128, 32 * 64, 8
+    for row in held:
+        n = int(row["run"].split()[1])
+        # x, h1, x_mid, h2 and two norms' mean and rstd; x, h1, mean and rstd of the head. q, k, v, o, up, act, lse
+        rows, slices = 4 * N * (L * (4 * C + 4) + 2 * C + 2), 4 * N * L * (12 * C + H)
+        rows //= n if "--sp" in row["run"] else 1
+        assert same(row["rows"], rows) and same(row["slices"], slices // n), row
+        assert same(row["activations"], rows + slices // n) and row["by formula"] == row["activations"], row
+    kept = re.search(r"= (\d+\.\d+) MB", lab("7_tensor").text)
+    assert abs(float(kept[1]) - float(held[0]["rows"])) < 0.002
+    assert [row["run"] for row in sent] == [TENSOR[0], "--dp 2", "--dp 4", *TENSOR[1:]]
+    for row in sent:
+        assert same(row["sent"], tensor_elements(row["run"], N) * 4) and row["by formula"] == row["sent"], row
+        assert row["last loss"] == sent[0]["last loss"] and float(row["apart by"]) < 1e-5, row
+    messages = {row["run"]: int(row["messages"]) for row in sent}
+    assert messages == dict(zip(messages, (0, 6, 6, 4 * L + 4, 10 * L + 20, 4 * L + 4, 10 * L + 20)))
+
+
+def test_lab_7_two_hosts(lab):
+    """Each run on one host and on two; the link as the lab has measured; what is said of times follows from times."""
+    l = lab("7_tensor")
+    if "no cluster in a box here" in l.text:
+        return
+    runs, playbook = l.tables[2:]
+    ms, rate = map(int, re.search(r"takes (\d+) ms.* at (\d+) Mbit/s", l.text).groups())
+    assert abs(rate - 8 * 4 * tensor_elements("--tp 2", 8 * 64) / ms / 1e3) < 2 + rate / ms
+    rate = math.ceil(rate / 2)
+    assert [(row["run"], row["hosts"]) for row in runs] == [
+        (name, hosts) for hosts in "12" for name in ("--dp 2", "--tp 2", "--tp 2 --sp")]  # fmt: skip
+    assert [row["Mbit/s"] for row in runs] == ["memory"] * 3 + [str(rate)] * 3
+    alone = {row["run"]: float(row["tokens/s"]) for row in runs[:3]}
+    for row in runs:
+        n = 4 * tensor_elements(row["run"], 8 * 64)
+        assert same(row["MB a step"], n), row
+        if row["Mbit/s"] != "memory":
+            assert abs(float(row["ms on the link"]) - 8 * n / rate / 1e3) < 0.51, row
+        change = 100 * (float(row["tokens/s"]) / alone[row["run"]] - 1)
+        assert abs(number(row["change"]) - change) < 1, row
+    changes = {(row["run"], row["Mbit/s"]): row["change"] for row in runs}
+    for row, theirs in zip(playbook, ("-6 %", "-43 %", "-43 %"), strict=True):
+        assert row["Playbook"] == theirs
+        assert row[f"{rate} Mbit/s"] == changes[row["run"], str(rate)], row
+
+
+def test_lab_7_without_a_cluster(monkeypatch, capsys):
+    """One line says why."""
+    tensor = load("7_tensor")
+    monkeypatch.setattr(tensor.lab, "why_no_cluster", lambda: "cluster.sh: missing: tc")
+    assert tensor.crossing(SimpleNamespace(quick=True)) is None
+    assert capsys.readouterr().out == "\nno cluster in a box here, so nothing crosses hosts: cluster.sh: missing: tc\n"
 
 
 # ---- pictures and pages -----------------------------------------------------------------------------------------

@@ -60,11 +60,16 @@ class Run:
         self.loss = [e["loss"] for e in steps]
         self.norm = [e["grad_norm"] for e in steps]
         self.ms = median([e["ms"] for e in steps[1:] or steps])  # the first step warms up
+        self.quickest_ms = min(e["ms"] for e in steps)  # what other programs have disturbed least
         self.tokens_per_s = 1e3 * self.start["tokens_per_step"] / self.ms
         self.memory = end["memory"][0]
-        dp = [e for e in end["comm"] if e["group"] == "dp"]
-        self.bytes = sum(e["bytes"] for e in dp) / self.start["dp"]  # the mean over the ranks
-        self.exposed_ms = sum(e["exposed_ms"] for e in dp) / self.start["dp"] / len(steps)  # a step
+        self.comm, self.ranks = end["comm"], len(end["memory"])
+        self.bytes = self.mean("bytes", "dp")
+        self.exposed_ms = self.mean("exposed_ms", "dp") / len(steps)  # a step
+
+    def mean(self, what, *groups):
+        """The mean over the ranks of what the end of the log counts: calls, bytes or exposed_ms of these groups."""
+        return sum(e[what] for e in self.comm if e["group"] in groups) / self.ranks
 
 
 def median(values):
@@ -93,6 +98,17 @@ def train(a, *flags, ranks=1, launcher=(), program=PROGRAM):
         command = [*launcher, program, *own, *data, *flags, "--eval-batches", 1, "--peak-tflops", 1, "--quiet", "--log", log]
         execute(command)
         return Run([json.loads(line) for line in log.read_text().splitlines()])
+
+
+def cluster(hosts, ranks, *more):
+    """A launcher for train: so many ranks on a cluster in a box (dev/cluster.sh)."""
+    return [str(ROOT / "dev/cluster.sh"), hosts, *more, "--", "mpirun", "-n", ranks]
+
+
+def why_no_cluster():
+    """None, or one line: what this machine lacks for that."""
+    done = subprocess.run([str(ROOT / "dev/cluster.sh"), "2", "--", "true"], capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else None
 
 
 def plan(*flags):
