@@ -55,7 +55,7 @@ emulator := $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out dev/emu/nccl.cpp $(if $(f
             $(wildcard dev/emu/*.cpp)))
 library  += $(emulator) $(if $(filter 1,$(MPI)),$(BUILD)/dev/emu/nccl.o)
 endif
-objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/fp8_linear.o $(library)
+objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/tp_sp.o $(BUILD)/fp8_linear.o $(library)
 faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather matmul_backward_weight adamw_update connect send MPI_Abort
 text    := build/repository.txt # what a bare ./train learns: this repository
 prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/* runtime/*.[ch] tests/*.c tests/*.cu tests/*.py dev/*.md \
@@ -79,12 +79,12 @@ $(BUILD)/%.o: %.c
 
 $(BUILD)/tests/train_with_faults: tests/faults.c $(objects) # the program, with what may go wrong between its files
 	@echo "  link $@"
-	@$(CC) $(CFLAGS) $^ -o $@ $(foreach f,$(faulty),-Wl,--wrap=$(f)) $(LIBS)
+	@$(CC) $(CFLAGS) $(filter-out %.h,$^) -o $@ $(foreach f,$(faulty),-Wl,--wrap=$(f)) $(LIBS)
 
-$(BUILD)/tests/test_report: $(BUILD)/report.o
+$(BUILD)/tests/test_report: $(BUILD)/report.o $(BUILD)/tp_sp.o
 $(BUILD)/tests/%: tests/%.c $(library) # C unit tests, with cmocka
 	@echo "  link $@"
-	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LIBS)
+	@$(CC) $(CFLAGS) $(filter-out %.h,$^) -o $@ -lcmocka $(LIBS)
 
 $(text): $(prose)
 	@mkdir -p build
@@ -194,7 +194,7 @@ bench: ready
 	$(MAKE) DEVICE=cpu PRECISION=fp32
 	build/venv/bin/python dev/bench/bench.py
 
-reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
+reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c tp_sp.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
            runtime/comm.h runtime/comm.c
 loc:
 	@echo "to read, in this order:"; wc -l $(reading)

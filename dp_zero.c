@@ -44,8 +44,7 @@ static void group_units(Model *m) {
     double limit = m->config.bucket_mb * 1e6 / sizeof(floatX);
     size_t *unit_count = host_alloc((size_t)m->n_units, sizeof *unit_count), count = 0;
     m->bucket_of = host_alloc((size_t)m->n_units, sizeof *m->bucket_of);
-    for (const Param *p = m->param; p < m->param + m->n_params; p++)
-        unit_count[p->unit] += p->padded_rows * p->cols;
+    for (const Param *p = m->param; p < m->param + m->n_params; p++) unit_count[p->unit] += p->size;
     for (int u = last; u > 0; u--) { // counted from the back ...
         bool fits = u < last && (double)(count + unit_count[u]) <= limit;
         count = fits ? count + unit_count[u] : unit_count[u];
@@ -77,7 +76,7 @@ static void fill_buckets(Model *m) {
         if (b->n_params++ == 0) b->first_param = i, b->first_unit = p->unit;
         b->last_unit = p->unit;
         p->offset = b->count;
-        b->count += p->padded_rows * p->cols;
+        b->count += p->size;
     }
     for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
         name_bucket(b, m->n_units - 1);
@@ -99,7 +98,7 @@ static void cut(Model *m) {
         b->own_end = m->config.zero == 0 ? b->count : b->shard_end;
         b->n_decay = 0;
         for (const Param *p = m->param + b->first_param; p < m->param + b->first_param + b->n_params; p++) {
-            size_t begin = p->offset, end = p->offset + p->padded_rows * p->cols;
+            size_t begin = p->offset, end = p->offset + p->size;
             if (begin < b->own) begin = b->own;
             if (end > b->own_end) end = b->own_end;
             if (p->ndim == 1 || begin >= end) continue; // vectors do not decay
@@ -270,7 +269,7 @@ static void square_gradients(Model *m, const Bucket *b) {
     for (int i = b->first_param; i < b->first_param + b->n_params; i++) {
         const Param *p = &m->param[i];
         grad_norm_squared(&m->squares[i], b->grad + p->offset, b->grad32 ? b->grad32 + p->offset : NULL,
-                          p->padded_rows * p->cols, m->workspace);
+                          p->size, m->workspace);
     }
 }
 
@@ -327,22 +326,33 @@ void dp_end(Model *m, int unit, Pass pass) {
 
 // ---- the step --------------------------------------------------------------------------------------------------------
 
+// *sum += Σ g² over what of elements [begin, end) of the bucket lies in this rank's shard.
+static void square_shard(const Model *m, double *sum, const Bucket *b, size_t begin, size_t end) {
+    begin = begin > b->shard ? begin : b->shard;
+    end = end < b->shard_end ? end : b->shard_end;
+    if (begin >= end) return;
+    grad_norm_squared(sum, b->own_grad ? b->own_grad + (begin - b->own) : NULL,
+                      b->own_grad32 ? b->own_grad32 + (begin - b->own) : NULL, end - begin, m->workspace);
+}
+
 double dp_grad_norm(Model *m) {
-    // Each rank squares its own shard of the sum, so that the work is shared, every element is counted once, and all stages
-    // add up the same numbers in the same order.
+    // Each rank squares its own shard of the sum, and of that what no other tp rank counts, so that the work is shared,
+    // every element is counted once, and all stages add up the same numbers in the same order.
     double *sum = m->squares + m->n_params, squares;
     device_zero(sum, sizeof *sum);
     for (int i = m->n_buckets - 1; i >= 0; i--) finish_reduction(m, i);
-    for (int i = 0; i < m->n_buckets; i++) {
-        const Bucket *b = &m->bucket[i];
-        size_t n = b->shard_end - b->shard, from = b->shard - b->own;
-        if (n)
-            grad_norm_squared(sum, b->own_grad ? b->own_grad + from : NULL,
-                              b->own_grad32 ? b->own_grad32 + from : NULL, n, m->workspace);
+    for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
+        const Param *p = m->param + b->first_param, *last = p + b->n_params;
+        while (p < last) { // neighbours together
+            bool counted = p->counted;
+            size_t begin = p->offset;
+            while (p < last && p->counted == counted) p++;
+            if (counted) square_shard(m, sum, b, begin, p < last ? p->offset : b->count);
+        }
     }
     device_copy_out(&squares, sum, sizeof squares);
     find_not_finite(m); // in the last micro-batch
-    return sqrt(comm_sum(m->grid.dp, squares));
+    return sqrt(comm_sum(m->grid.world, squares));
 }
 
 void dp_optimizer_step(Model *m, double grad_norm, OptimizerStep s) {

@@ -26,8 +26,9 @@ static TokenFlops token_flops(const Model *m) {
     return f;
 }
 
-// The estimate most often quoted for a layer's activations (Korthikanti et al. 2022, eq. 1 and 2): 2-byte values, dropout
-// masks kept. Ours is smaller in a bf16 build: no dropout, and flash attention
+// The estimate most often quoted for a layer's activations (Korthikanti et al. 2022, eq. 1 to 5): 2-byte values, dropout
+// masks kept. Of the 34 bytes a token and channel, 10 are kept by all of t tensor-parallel ranks, and with --sp none. Ours
+// is smaller in a bf16 build: no dropout, and flash attention
 // keeps no matrix. (The first, as a rule of thumb, leaves out the embedding's output, s·b·h; the others count it.)
 typedef struct {
     double flash, matrix, selective, full; // bytes of all layers
@@ -35,11 +36,24 @@ typedef struct {
 
 static ClassicActivations classic_activations(const Config *c) {
     double sbh = (double)c->seq * (double)c->micro_batch * (double)c->hidden, L = (double)c->layers;
-    double scores = 5 * (double)c->heads * (double)c->seq / (double)c->hidden;
-    return (ClassicActivations){.flash = 34 * sbh * L,
-                                .matrix = (34 + scores) * sbh * L + sbh,
-                                .selective = 34 * sbh * L + sbh,
-                                .full = 2 * sbh * L + sbh};
+    double t = (double)c->tp, rows = c->sp ? t : 1; // what of the rows is whole, and what is cut
+    double layer = 10 / rows + 24 / t, scores = 5 * (double)c->heads * (double)c->seq / (double)c->hidden / t;
+    return (ClassicActivations){.flash = layer * sbh * L,
+                                .matrix = (layer + scores) * sbh * L + sbh / rows,
+                                .selective = layer * sbh * L + sbh / rows,
+                                .full = 2 * sbh * L / rows + sbh / rows};
+}
+
+static long world_size(const Config *c) {
+    return c->dp * c->tp;
+}
+
+// Parameters of which this rank holds a slice.
+static double rank_parameters(const Model *m) {
+    double sum = 0;
+    for (const Param *p = m->param; p < m->param + m->n_params; p++)
+        sum += (double)p->slice_rows * (double)p->slice_cols;
+    return sum;
 }
 
 // Bytes an element of the gradients that travel. Weights travel as floatX.
@@ -60,20 +74,48 @@ static int last_gathered(const Model *m) {
 
 // Bytes that a rank sends in a step, the mean over the ranks: one that owns a longer shard sends a few bytes less.
 typedef struct {
-    double gradients, weights;
+    double gradients, weights; // over dp
+    double rows, logits,
+        partial; // over tp: the residual stream and its gradient, the loss, gradients that are sums of parts
 } Sent;
+
+// The rows [N, C] that a micro-batch sends over tp, in units of a reduce-scatter or an all-gather: at the embedding, each
+// block, and the head (tp_sp.c).
+typedef struct {
+    int embedding, block, head;
+} RowsSent;
+
+static RowsSent rows_sent(const Config *c) {
+    int forward = 4,
+        again = c->recompute == RECOMPUTE_FULL ? forward : 0; // two all-reduces, or with --sp their halves
+    return c->sp ? (RowsSent){.embedding = 2, .block = forward + again + 4 + 2, .head = 3}
+                 : (RowsSent){.embedding = 2, .block = forward + again + 4, .head = 2};
+}
 
 static Sent sent_per_step(const Model *m) {
     const Config *c = &m->config;
-    double all = 0, gathered_twice = 0, N = (double)c->dp, micro_batches = (double)c->accum;
+    double all = 0, gathered_twice = 0, N = (double)c->dp, tp = (double)c->tp, micro_batches = (double)c->accum;
     for (int i = 0; i < m->n_buckets; i++) {
         all += (double)m->bucket[i].count;
         if (i >= 1 && i <= last_gathered(m)) gathered_twice += (double)m->bucket[i].count;
     }
     const double reduced[] = {2 * all, all, micro_batches * all, micro_batches * all};
     const double gathered[] = {0, all, all, micro_batches * (all + gathered_twice)};
-    return (Sent){reduced[c->zero] * (N - 1) / N * (double)gradient_size(c),
-                  gathered[c->zero] * (N - 1) / N * sizeof(floatX)};
+    double tokens = (double)c->micro_batch * (double)c->seq;
+    RowsSent rows = rows_sent(c);
+    Sent sent = {.gradients = reduced[c->zero] * (N - 1) / N * (double)gradient_size(c),
+                 .weights = gathered[c->zero] * (N - 1) / N * sizeof(floatX),
+                 .rows = micro_batches * (rows.embedding + (double)c->layers * rows.block + rows.head) *
+                         tokens * (double)c->hidden * (tp - 1) / tp * sizeof(floatX),
+                 .logits = micro_batches * 3 * 2 * (tp - 1) / tp * tokens * sizeof(float)};
+    for (const Param *p = m->param; p < m->param + m->n_params; p++)
+        sent.partial +=
+            2 * (p->parts - 1.0) / p->parts * (double)p->size * (double)gradient_size(c) / (c->zero ? N : 1);
+    return sent;
+}
+
+static double sent_over_tp(Sent s) {
+    return s.rows + s.logits + s.partial;
 }
 
 ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate_fp32) {
@@ -112,9 +154,10 @@ void report_memory(const Ledger *predicted, const Ledger *measured) {
 const char *report_smaller(const Model *m) {
     const Config *c = &m->config;
     static char flags[128];
-    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s",
+    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s%s%s",
              c->recompute == RECOMPUTE_FULL ? "" : "--recompute full, ",
-             c->dp > 1 && c->zero < 3 ? "--zero 3, " : "", c->dp > 1 ? "fewer --ranks" : "a smaller --model");
+             c->dp > 1 && c->zero < 3 ? "--zero 3, " : "", c->tp > 1 && !c->sp ? "--sp, " : "",
+             c->tp < c->heads ? "a larger --tp, " : "", c->dp > 1 ? "fewer --ranks" : "a smaller --model");
     return flags;
 }
 
@@ -163,7 +206,7 @@ static void say_not_gathered(const Model *m) {
 static cJSON *zero_table_json(const Model *m) {
     cJSON *table = cJSON_CreateArray();
     for (int stage = 0; stage <= 3; stage++) {
-        ZeroBytes z = zero_bytes((double)m->parameters, (double)m->config.dp, stage, m->config.grad_accum_fp32);
+        ZeroBytes z = zero_bytes(rank_parameters(m), (double)m->config.dp, stage, m->config.grad_accum_fp32);
         cJSON *row = cJSON_CreateObject();
         cJSON_AddNumberToObject(row, "stage", stage);
         cJSON_AddNumberToObject(row, "weights", z.weights);
@@ -178,13 +221,17 @@ static cJSON *zero_table_json(const Model *m) {
 static void zero_table(const Model *m) {
     const Config *c = &m->config;
     ZeroBytes one = zero_bytes(1, 1, 0, c->grad_accum_fp32);
-    say("\nmodel state of a rank by ZeRO stage, dp %ld: %.0f + %.0f + %.0f bytes a parameter%s", c->dp,
-        one.weights, one.gradients, one.optimizer, sizeof(floatX) == 2 ? ", masters with the optimizer" : "");
+    char slices[64] = "";
+    if (c->tp > 1)
+        snprintf(slices, sizeof slices, ", tp %ld (%.0f parameters here)", c->tp, rank_parameters(m));
+    say("\nmodel state of a rank by ZeRO stage, dp %ld%s: %.0f + %.0f + %.0f bytes a parameter%s", c->dp,
+        slices, one.weights, one.gradients, one.optimizer,
+        sizeof(floatX) == 2 ? ", masters with the optimizer" : "");
     say("(the usual table: without padding, whole buckets in use and the tied embedding's own memory%s)",
         one.gradients > sizeof(floatX) ? "; it counts bf16 gradients beside the fp32 sum at every stage" : "");
     say("GB           weights   gradients   optimizer       total   total GiB");
     for (int stage = 0; stage <= 3; stage++) {
-        ZeroBytes z = zero_bytes((double)m->parameters, (double)c->dp, stage, c->grad_accum_fp32);
+        ZeroBytes z = zero_bytes(rank_parameters(m), (double)c->dp, stage, c->grad_accum_fp32);
         double total = z.weights + z.gradients + z.optimizer;
         say("  --zero %d %11.6f %11.6f %11.6f %11.6f %11.6f%s", stage, z.weights * 1e-9, z.gradients * 1e-9,
             z.optimizer * 1e-9, total * 1e-9, total / 0x1p30, stage == c->zero ? "  <- this run" : "");
@@ -198,7 +245,20 @@ static void say_sent(const Model *m) {
     static const char *const how[] = {"all-reduced once", "reduce-scattered once",
                                       "reduce-scattered after each micro-batch",
                                       "reduce-scattered after each micro-batch"};
-    say("%.6f GB sent by each rank a step", (sent.gradients + sent.weights) * 1e-9);
+    say("%.6f GB sent by each rank a step", (sent.gradients + sent.weights + sent_over_tp(sent)) * 1e-9);
+    if (c->tp > 1) {
+        RowsSent rows = rows_sent(c);
+        say("  %.6f GB of rows over tp, %s, as %s: a micro-batch sends (tp-1)/tp of them %d times for the "
+            "embedding, "
+            "%ld · %d for the blocks, %d for the head",
+            sent.rows * 1e-9, c->sp ? "reduce-scattered and all-gathered" : "all-reduced",
+            type_name(sizeof(floatX)), rows.embedding, c->layers, rows.block, rows.head);
+        say("  %.6f GB of the loss's maxima and sums over tp, no logits", sent.logits * 1e-9);
+        if (sent.partial > 0)
+            say("  %.6f GB of gradients of which tp ranks hold parts, as %s", sent.partial * 1e-9,
+                type_name(gradient_size(c)));
+    }
+    if (c->dp == 1) return;
     say("  %.6f GB of gradients, %s, as %s", sent.gradients * 1e-9, how[c->zero], type_name(gradient_size(c)));
     if (c->zero == 1 || c->zero == 2)
         say("  %.6f GB of weights, all-gathered after the step, as %s", sent.weights * 1e-9,
@@ -220,14 +280,19 @@ void report_dry_run(const Model *m, const Ledger *predicted) {
         ledger_numbers(predicted, bytes);
         cJSON *o = cJSON_CreateObject(), *classic = cJSON_AddObjectToObject(o, "classic_activations");
         Sent sent = sent_per_step(m);
-        cJSON_AddNumberToObject(o, "world", (double)c->dp);
+        cJSON_AddNumberToObject(o, "world", (double)world_size(c));
+        cJSON_AddNumberToObject(o, "dp", (double)c->dp);
+        cJSON_AddNumberToObject(o, "tp", (double)c->tp);
+        cJSON_AddBoolToObject(o, "sp", c->sp);
         cJSON_AddNumberToObject(o, "zero", (double)c->zero);
         cJSON_AddNumberToObject(o, "params", P);
         cJSON_AddNumberToObject(o, "accum", (double)c->accum);
         cJSON_AddNumberToObject(o, "tokens_per_step", tokens);
         cJSON_AddNumberToObject(o, "flops_per_token", f.weights + f.attention);
         cJSON_AddNumberToObject(o, "checkpoint_bytes", 12 * P);
-        cJSON_AddNumberToObject(o, "sent_per_step", sent.gradients + sent.weights);
+        cJSON_AddNumberToObject(o, "sent_per_step", sent.gradients + sent.weights + sent_over_tp(sent));
+        cJSON_AddNumberToObject(o, "sent_over_dp", sent.gradients + sent.weights);
+        cJSON_AddNumberToObject(o, "sent_over_tp", sent_over_tp(sent));
         cJSON_AddNumberToObject(classic, "flash", a.flash);
         cJSON_AddNumberToObject(classic, "matrix", a.matrix);
         cJSON_AddNumberToObject(classic, "selective", a.selective);
@@ -242,20 +307,24 @@ void report_dry_run(const Model *m, const Ledger *predicted) {
     }
     say("%s: %zu parameters (%.1f M); 16 bytes each: %.1f GB; checkpoint, 12 bytes each: %.1f GB",
         flag_choice(ARCHS, c->arch), m->parameters, P * 1e-6, 16 * P * GB, 12 * P * GB);
-    say("%ld rank%s, %ld sequences of %ld tokens a micro-batch, accumulation %ld: %.0f tokens a step", c->dp,
-        c->dp == 1 ? "" : "s", c->micro_batch, c->seq, c->accum, tokens);
+    say("%ld rank%s = dp %ld × tp %ld, %ld sequences of %ld tokens a micro-batch, accumulation %ld: %.0f "
+        "tokens a step",
+        world_size(c), world_size(c) == 1 ? "" : "s", c->dp, c->tp, c->micro_batch, c->seq, c->accum, tokens);
     say("%.3g GFLOP a token (PaLM: 6 a parameter %.3g, attention %.3g), recomputed beside it %.3g",
         1e-9 * (f.weights + f.attention), 1e-9 * f.weights, 1e-9 * f.attention, 1e-9 * f.recomputed);
     say_sent(m);
     report_memory(predicted, NULL);
     zero_table(m);
-    say("\nclassic estimate of activations (34 + 5as/h, 2-byte values with dropout)      GB       GiB");
-    say("  no recomputation, flash attention (34)        %36.2f %9.4f", a.flash * GB, a.flash * GiB);
+    static const char *const formula[] = {"34 + 5as/h", "10 + 24/t + 5as/ht", "(34 + 5as/h)/t"};
+    say("\nclassic estimate of activations, 2-byte values with dropout, s·b·h·L times            GB       GiB");
+    say("  %s, t = %ld", formula[c->tp == 1 ? 0 : c->sp ? 2 : 1], c->tp);
+    say("  no recomputation, flash attention (no 5as/h)  %36.2f %9.4f", a.flash * GB, a.flash * GiB);
     say("  no recomputation, the T×T matrix kept         %36.2f %9.4f", a.matrix * GB, a.matrix * GiB);
     say("  selective                                     %36.2f %9.4f", a.selective * GB, a.selective * GiB);
     say("  full                                          %36.2f %9.4f", a.full * GB, a.full * GiB);
-    say("  16 bytes a parameter + activations with flash %36.2f %9.4f", (16 * P + a.flash) * GB,
-        (16 * P + a.flash) * GiB);
+    double state = 16 * rank_parameters(m);
+    say("  16 bytes a parameter here + activations with flash %31.2f %9.4f", (state + a.flash) * GB,
+        (state + a.flash) * GiB);
 }
 
 // Neighbouring buckets of one size, from bucket `first` on in steps of +1 or −1, as one line of a list.
@@ -289,18 +358,22 @@ static void explain_collectives(const Model *m, const char *op, int times, int f
     }
 }
 
+// Ranks as a table, a tp group a line, a dp group a column; and what of the data, and of a bucket, each line holds.
 static void explain_grid(const Config *c, const Bucket *example) {
-    say("grid: %ld rank%s = dp %ld", c->dp, c->dp == 1 ? "" : "s", c->dp);
-    for (long r = 0; r < c->dp; r++) {
-        char shard[128] = "";
-        size_t begin = comm_shard_begin(example->count, (int)c->dp, (int)r);
-        size_t end = comm_shard_begin(example->count, (int)c->dp, (int)r + 1);
+    say("grid: %ld rank%s = dp %ld × tp %ld", world_size(c), world_size(c) == 1 ? "" : "s", c->dp, c->tp);
+    if (c->tp > 1)
+        say("(a line is a tp group: the same sequences, other slices; ranks below each other, a dp group)");
+    for (long d = 0; d < c->dp; d++) {
+        char shard[128] = "", others[32] = "";
+        size_t begin = comm_shard_begin(example->count, (int)c->dp, (int)d);
+        size_t end = comm_shard_begin(example->count, (int)c->dp, (int)d + 1);
         if (c->zero > 0 && begin < end)
             snprintf(shard, sizeof shard, "; shard of %s: elements %zu to %zu", example->name, begin, end - 1);
         else if (c->zero > 0)
             snprintf(shard, sizeof shard, "; shard of %s: empty", example->name);
-        say("  rank %ld: in micro-batch j, sequences %ld to %ld of each %ld%s", r, r * c->micro_batch,
-            (r + 1) * c->micro_batch - 1, c->dp * c->micro_batch, shard);
+        if (c->tp > 1) snprintf(others, sizeof others, " to %ld", d * c->tp + c->tp - 1);
+        say("  rank%s %ld%s: in micro-batch j, sequences %ld to %ld of each %ld%s", c->tp > 1 ? "s" : "",
+            d * c->tp, others, d * c->micro_batch, (d + 1) * c->micro_batch - 1, c->dp * c->micro_batch, shard);
     }
     static const char *const gradients[] = {
         "whole", "whole; after the last micro-batch its shard holds the sum over the ranks",
@@ -317,14 +390,14 @@ static void explain_grid(const Config *c, const Bucket *example) {
             c->zero == 2 ? "it" : "them");
 }
 
-static void explain_messages(const Model *m) {
+static void explain_dp_messages(const Model *m) {
     const Config *c = &m->config;
     size_t gradient = gradient_size(c), weight = sizeof(floatX);
     int last = m->n_buckets - 1;
     char each[64];
     snprintf(each, sizeof each, c->accum == 1 ? "the micro-batch" : "each of %ld micro-batches", c->accum);
-    say("\nmessages of a step: what each rank sends its neighbour on the ring 0 -> 1%s -> 0",
-        c->dp > 2 ? " -> …" : "");
+    say("\nmessages of a step in a dp group: what each rank sends its neighbour on the ring 0 -> %ld%s -> 0%s",
+        c->tp, c->dp > 2 ? " -> …" : "", c->tp > 1 ? ", and so from each tp rank" : "");
     if (c->zero == 3) {
         say("  in the forward of %s, a bucket ahead of its use", each);
         explain_collectives(m, "all-gather", 1, 0, last, weight);
@@ -337,11 +410,87 @@ static void explain_messages(const Model *m) {
         say("  in the backward%s, when a bucket is done", c->accum == 1 ? "" : " of the last micro-batch");
     }
     explain_collectives(m, c->zero ? "reduce-scatter" : "all-reduce", c->zero ? 1 : 2, last, 0, gradient);
-    say("  after the last backward");
-    say("    all-reduce of 16 bytes for the loss, of 8 for the gradient's norm");
-    if (c->zero != 1 && c->zero != 2) return;
+}
+
+// One line of a micro-batch's messages over tp.
+static void explain_rows(const Config *c, const char *why, bool sum) {
+    int pieces = (int)c->tp - 1;
+    size_t rows = (size_t)c->micro_batch * (size_t)c->seq * (size_t)c->hidden;
+    say("    %-14s of rows, %-38s  %s%d piece%s of %zu bytes",
+        sum ? c->sp ? "reduce-scatter" : "all-reduce" : "all-gather", why, sum && !c->sp ? "2 · " : "", pieces,
+        pieces == 1 && (c->sp || !sum) ? "" : "s", comm_shard_begin(rows, (int)c->tp, 1) * sizeof(floatX));
+}
+
+static void explain_tp_messages(const Model *m) {
+    const Config *c = &m->config;
+    size_t N = (size_t)c->micro_batch * (size_t)c->seq;
+    say("\nmessages in a tp group, each micro-batch, on the ring 0 -> 1%s -> 0; rows are [%zu, %ld] of %s",
+        c->tp > 2 ? " -> …" : "", N, c->hidden, type_name(sizeof(floatX)));
+    say("  F of the embedding");
+    explain_rows(c, "of looked-up tokens", true);
+    say("  F of each block%s", c->recompute == RECOMPUTE_FULL ? ", and again before its backward" : "");
+    if (c->sp) explain_rows(c, "into attention", false);
+    explain_rows(c, "out of attention", true);
+    if (c->sp) explain_rows(c, "into the MLP", false);
+    explain_rows(c, "out of the MLP", true);
+    say("  F of the head");
+    if (c->sp) explain_rows(c, "into the logits", false);
+    say("    all-reduce (maximum), then all-reduce, of %zu and of %zu bytes: no logits", N * sizeof(float),
+        2 * N * sizeof(float));
+    say("  B of the head");
+    if (c->sp) explain_rows(c, "into W", false);
+    explain_rows(c, "gradient, beside W", true);
+    say("  B of each block");
+    if (c->sp) explain_rows(c, "gradient, into the MLP", false);
+    if (c->sp) explain_rows(c, "the MLP's input, for W", false);
+    explain_rows(c, "gradient, out of the MLP, beside W", true);
+    if (c->sp) explain_rows(c, "gradient, into attention", false);
+    if (c->sp) explain_rows(c, "attention's input, for W", false);
+    explain_rows(c, "gradient, out of attention, beside W", true);
+    if (c->sp) say("  B of the embedding");
+    if (c->sp) explain_rows(c, "gradient", false);
+}
+
+// Bytes of the gradients of which several tp ranks compute parts: those of key/value heads, or all others.
+static double partial_bytes(const Model *m, bool kv) {
+    double sum = 0;
+    for (const Param *p = m->param; p < m->param + m->n_params; p++)
+        if (p->parts > 1 && (p->split == SPLIT_KV_HEADS) == kv)
+            sum += (double)p->size * (double)gradient_size(&m->config);
+    return sum;
+}
+
+// What is sent when all gradients are there, and after the step.
+static void explain_last_messages(const Model *m) {
+    const Config *c = &m->config;
+    const char *part = c->zero && c->dp > 1 ? ", of which each dp rank has a shard" : "";
+    say("\nand once a step, after the last backward");
+    if (partial_bytes(m, false) > 0)
+        say("    all-reduce over tp of %.0f bytes of gradients that are sums of its ranks' parts (+)%s",
+            partial_bytes(m, false), part);
+    if (partial_bytes(m, true) > 0)
+        say("    all-reduce over kv, tp ranks that hold the same key/value head (0 to %ld, …), of %.0f bytes "
+            "of (+)%s",
+            c->tp / c->kv_heads - 1, partial_bytes(m, true), part);
+    say("    all-reduce over all ranks of 16 bytes for the loss, of 8 for the gradient's norm");
+    if (c->dp == 1 || (c->zero != 1 && c->zero != 2)) return;
     say("  after the optimizer's step, awaited by the next forward");
-    explain_collectives(m, "all-gather", 1, 0, last, weight);
+    explain_collectives(m, "all-gather", 1, 0, m->n_buckets - 1, sizeof(floatX));
+}
+
+// Which rows or columns of p each tp rank holds.
+static void explain_slices(const Config *c, const Param *p, char *out, size_t size) {
+    enum { MOST = 8 };
+    size_t n = 0;
+    if (p->split == SPLIT_NONE) return;
+    for (int r = 0; r < c->tp && r < MOST; r++) {
+        Param of = *p;
+        tp_slice(c, &of, r);
+        size_t from = p->split == SPLIT_COLUMNS ? of.col : of.row,
+               to = from + (p->split == SPLIT_COLUMNS ? of.slice_cols : of.slice_rows) - 1;
+        n += (size_t)snprintf(out + n, size - n, "%s %zu-%zu", r ? " |" : ":", from, to);
+    }
+    if (c->tp > MOST) snprintf(out + n, size - n, " | …");
 }
 
 // The grid, who holds what, and the messages of a step.
@@ -350,18 +499,25 @@ void report_explain(const Model *m) {
     const Config *c = &m->config;
     int last = m->n_buckets - 1;
     explain_grid(c, &m->bucket[1]);
-    say("\nbuckets and parameters (the last column: how tensor parallelism would cut it)");
+    say("\nbuckets and parameters (the last column: how tensor parallelism %s)",
+        c->tp > 1 ? "cuts it, by tp rank; +: gradients are sums of the ranks' parts" : "would cut it");
     for (int i = 0; i < m->n_buckets;) {
         Alike a = alike(m, i, i <= 1 || i == last ? i + 1 : last, 1);
         say("  %s: %zu elements", a.name, m->bucket[i].count);
         const Param *first = m->param + m->bucket[i].first_param, *end = first + m->bucket[i].n_params;
-        for (const Param *p = first; p < end; p++)
-            if (p->unit <= 1 || p->unit > c->layers) // all blocks are alike
-                say("    %-32s %8zu × %-8zu %s", p->name, p->rows, p->cols, split[p->split]);
+        for (const Param *p = first; p < end; p++) {
+            if (p->unit > 1 && p->unit <= c->layers) continue; // all blocks are alike
+            char slices[256] = "";
+            if (c->tp > 1) explain_slices(c, p, slices, sizeof slices);
+            say("    %-32s %8zu × %-8zu %s%s%s", p->name, p->rows, p->cols, split[p->split], slices,
+                p->parts > 1 ? " +" : "");
+        }
         i += a.n;
     }
-    if (c->dp > 1)
-        explain_messages(m);
+    if (c->tp > 1) explain_tp_messages(m);
+    if (c->dp > 1) explain_dp_messages(m);
+    if (world_size(c) > 1)
+        explain_last_messages(m);
     else
         say("\nno messages: one rank");
 }
@@ -376,8 +532,10 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     cJSON_AddNumberToObject(o, "world", m->grid.world->size);
     cJSON_AddNumberToObject(o, "hosts", comm_host().hosts);
     cJSON_AddNumberToObject(o, "dp", m->grid.dp->size);
-    static const char *const groups[] = {"tp", "cp", "pp", "ep"}; // of one rank each, in this version
-    for (int i = 0; i < 4; i++) cJSON_AddNumberToObject(o, groups[i], 1);
+    cJSON_AddNumberToObject(o, "tp", m->grid.tp->size);
+    cJSON_AddBoolToObject(o, "sp", c->sp);
+    static const char *const groups[] = {"cp", "pp", "ep"}; // of one rank each, in this version
+    for (int i = 0; i < 3; i++) cJSON_AddNumberToObject(o, groups[i], 1);
     cJSON_AddNumberToObject(o, "zero", (double)c->zero);
     cJSON_AddNumberToObject(o, "threads", threads); // of rank 0, and the cores that they may run on
     cJSON_AddNumberToObject(o, "cores", omp_get_num_procs());
@@ -390,11 +548,15 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     log_event(o);
     char hosts[32] = "";
     if (comm_host().hosts > 1) snprintf(hosts, sizeof hosts, "%d hosts, ", comm_host().hosts);
-    say("%s, %s, %.2f M parameters, vocabulary %ld; %d rank%s of %d thread%s on %s%s; %.0f tokens a step, %.2f "
+    char grid[64] = "";
+    if (c->tp > 1) snprintf(grid, sizeof grid, " (dp %ld × tp %ld%s)", c->dp, c->tp, c->sp ? ", --sp" : "");
+    say("%s, %s, %.2f M parameters, vocabulary %ld; %d rank%s%s of %d thread%s on %s%s; %.0f tokens a step, "
+        "%.2f "
         "MFLOP each",
         flag_choice(ARCHS, c->arch), sizeof(floatX) == 2 ? "bf16" : "fp32", (double)m->parameters * 1e-6,
-        c->vocab, m->grid.world->size, m->grid.world->size == 1 ? "" : "s", threads, threads == 1 ? "" : "s",
-        hosts, device_name(), (double)c->global_batch * (double)c->seq, 1e-6 * (f.weights + f.attention));
+        c->vocab, m->grid.world->size, m->grid.world->size == 1 ? "" : "s", grid, threads,
+        threads == 1 ? "" : "s", hosts, device_name(), (double)c->global_batch * (double)c->seq,
+        1e-6 * (f.weights + f.attention));
 }
 
 void report_step(const Model *m, StepReport r, double peak_flops) {
@@ -437,7 +599,7 @@ static void report_messages(Comm *const *comm, int n_comms) {
     say("\nmessages of a rank                calls            GB   exposed s");
     for (int i = 0; i < n_comms * COMM_OPS; i++) {
         CommCount n = comm[i / COMM_OPS]->count[i % COMM_OPS];
-        if (n.calls)
+        if (n.calls && comm[i / COMM_OPS]->size > 1)
             say("  %-8s %-16s %12llu %13.6f %11.3f", comm[i / COMM_OPS]->name, comm_op_name[i % COMM_OPS],
                 (unsigned long long)n.calls, (double)n.bytes * 1e-9, n.exposed_ms * 1e-3);
     }
@@ -476,7 +638,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
         cJSON_AddItemToArray(memory, row);
         for (int i = 0; i < n_comms * COMM_OPS; i++) {
             const double *y = x + COUNTS + 3 * i;
-            if (y[0] == 0) continue;
+            if (y[0] == 0 || comm[i / COMM_OPS]->size == 1) continue;
             row = cJSON_CreateObject();
             cJSON_AddNumberToObject(row, "rank", r);
             cJSON_AddStringToObject(row, "group", comm[i / COMM_OPS]->name);
@@ -499,7 +661,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     free(all);
 
     report_memory(predicted, &ledger);
-    say("  %-21s %11.6f   by 34 + 5as/h, with 2-byte values", "(activations)",
+    say("  %-21s %11.6f   by the classic estimate, with 2-byte values", "(activations)",
         classic_activations(&m->config).matrix * 1e-9);
     size_t process = device_process_peak();
     if (process) say("  %-21s %22.6f", "the whole process", (double)process * 1e-9);

@@ -33,13 +33,14 @@ long *setting(const Config *c, int i) {
 
 // ---- this rank's own part -----------------------------------------------------------------------------------------------
 
-// The elements of parameter p that lie between begin and end of its bucket, counted from p's first. The padding is no part.
+// The elements of this rank's slice of parameter p that lie between begin and end of its bucket, counted from the slice's
+// first. The padding is no part.
 typedef struct {
     size_t begin, end;
 } Range;
 
 static Range part(const Param *p, size_t begin, size_t end) {
-    size_t n = p->rows * p->cols, from = begin > p->offset ? begin - p->offset : 0,
+    size_t n = p->slice_rows * p->slice_cols, from = begin > p->offset ? begin - p->offset : 0,
            to = end > p->offset ? end - p->offset : 0;
     return (Range){from < n ? from : n, to < n ? to : n};
 }
@@ -52,6 +53,31 @@ static Range own_part(const Model *m, const Param *p) {
 
 static size_t own_place(const Model *m, const Param *p) {
     return p->offset + own_part(m, p).begin - m->bucket[p->bucket].own;
+}
+
+// Where element i of the slice stands in the whole parameter.
+static size_t global_index(const Param *p, size_t i) {
+    return (p->row + i / p->slice_cols) * p->cols + p->col + i % p->slice_cols;
+}
+
+// A range of the slice, whose values follow one another at data, as pieces of the whole tensor: of a slice of rows, one; of a
+// slice of columns, the rest of a row, whole rows of the slice, and the beginning of one.
+enum { MOST_PIECES = 3 };
+static int pieces(Piece *out, const Param *p, Range r, int tensor, float *data) {
+    size_t width = p->slice_cols < p->cols ? p->slice_cols : r.end;
+    int n = 0;
+    for (size_t i = r.begin, taken; i < r.end; i += taken, data += taken) {
+        size_t left = r.end - i, rest = width - i % width;
+        size_t runs = rest == width && left >= width ? left / width : 1, run = rest < left ? rest : left;
+        out[n++] = (Piece){.tensor = tensor,
+                           .offset = global_index(p, i),
+                           .run = run,
+                           .stride = p->cols,
+                           .runs = runs,
+                           .data = data};
+        taken = run * runs;
+    }
+    return n;
 }
 
 // Writes this rank's own part of a parameter from fp32 values on the host. The vocabulary's padding stays zero.
@@ -99,7 +125,8 @@ void state_init(Model *m) {
         if (own.begin == own.end) continue;
         float *value = host_alloc(own.end - own.begin, sizeof(float));
 #pragma omp parallel for
-        for (size_t j = own.begin; j < own.end; j++) value[j - own.begin] = initial_value(p, stream, j);
+        for (size_t j = own.begin; j < own.end; j++)
+            value[j - own.begin] = initial_value(p, stream, global_index(p, j));
         set_own(m, p, value);
         free(value);
     }
@@ -135,17 +162,13 @@ static void add_model_meta(MetaList *list, const Config *c) {
     add_meta(list, "tie", "%d", c->tie);
 }
 
-// The part of parameter i that lies in this rank's shard of its bucket: every element is written by one rank.
-static Piece shard_piece(const Model *m, int i, int tensor, float *own_values) {
-    const Param *p = &m->param[i];
+// The part of parameter p that lies in this rank's shard of its bucket, where no other tp rank counts it: every element is
+// written by one rank.
+static int shard_pieces(Piece *out, const Model *m, const Param *p, int tensor, float *own_values) {
     const Bucket *b = &m->bucket[p->bucket];
     Range r = part(p, b->shard, b->shard_end);
-    if (r.begin == r.end) return (Piece){.tensor = tensor, .data = own_values};
-    return (Piece){.tensor = tensor,
-                   .offset = r.begin,
-                   .run = r.end - r.begin,
-                   .runs = 1,
-                   .data = own_values + (p->offset + r.begin - b->own)};
+    if (!p->counted || r.begin == r.end) return 0;
+    return pieces(out, p, r, tensor, own_values + (p->offset + r.begin - b->own));
 }
 
 static float *master_weights(const Bucket *b) {
@@ -172,18 +195,20 @@ bool state_save(Model *m, long step) {
     const Config *c = &m->config;
     int n = m->n_params;
     TensorInfo *tensor = host_alloc(3 * (size_t)n, sizeof *tensor);
-    Piece *piece = host_alloc(3 * (size_t)n, sizeof *piece);
+    Piece *piece = host_alloc(MOST_PIECES * 3 * (size_t)n, sizeof *piece),
+          *of_moments = piece + MOST_PIECES * n;
+    int n_pieces = 0, n_of_moments = 0;
     char(*moment)[72] = host_alloc(2 * (size_t)n, sizeof *moment);
     for (int i = 0; i < n; i++) {
         const Param *p = &m->param[i];
         Bucket *b = &m->bucket[p->bucket];
         tensor[i] = (TensorInfo){p->name, p->ndim, {p->rows, p->cols}};
-        piece[i] = shard_piece(m, i, i, master_weights(b));
+        n_pieces += shard_pieces(piece + n_pieces, m, p, i, master_weights(b));
         for (int k = 0; k < 2; k++) { // the optimizer's file holds NAME.m and NAME.v, side by side
             int j = 2 * i + k;
             snprintf(moment[j], sizeof *moment, "%s.%c", p->name, k == 0 ? 'm' : 'v');
             tensor[n + j] = (TensorInfo){moment[j], p->ndim, {p->rows, p->cols}};
-            piece[n + j] = shard_piece(m, i, j, k == 0 ? b->m : b->v);
+            n_of_moments += shard_pieces(of_moments + n_of_moments, m, p, j, k == 0 ? b->m : b->v);
         }
     }
     MetaList model = {.n = 0}, run = {.n = 0};
@@ -193,8 +218,8 @@ bool state_save(Model *m, long step) {
     add_meta(&run, "global_batch", "%ld", c->global_batch);
     add_meta(&run, "data", "%016llx", (unsigned long long)m->data);
     const TensorFile files[] = {
-        {"weights.safetensors", tensor, n, piece, n, model.meta, model.n},
-        {"optimizer.safetensors", tensor + n, 2 * n, piece + n, 2 * n, run.meta, run.n},
+        {"weights.safetensors", tensor, n, piece, n_pieces, model.meta, model.n},
+        {"optimizer.safetensors", tensor + n, 2 * n, of_moments, n_of_moments, run.meta, run.n},
     };
     bool saved = checkpoint_save(m->grid.world, c->save, step, files, 2, (int)c->keep);
     free(tensor);
@@ -220,7 +245,9 @@ static float *read_own(const Model *m, SafeTensors *s, const char *path, const P
     size_t n = own.end - own.begin;
     if (n == 0) return NULL;
     float *value = host_alloc(n, sizeof(float));
-    safetensors_read(s, (Piece){.tensor = i, .offset = own.begin, .run = n, .runs = 1, .data = value});
+    Piece piece[MOST_PIECES];
+    int n_pieces = pieces(piece, p, own, i, value);
+    for (int k = 0; k < n_pieces; k++) safetensors_read(s, piece[k]);
     return value;
 }
 
@@ -283,34 +310,60 @@ static uint64_t hash_of(uint64_t h, const void *device, size_t bytes) {
     return h;
 }
 
-// Every rank's copy of a weight has the same bits, and at ZeRO-0 of its master and moments: compares their hashes, and names the
-// first parameter of which one rank's differs from most.
+// What of parameter p this rank holds that others hold too: a word that is the same for all of them. Of the weights, whole below
+// ZeRO-3, the ranks of dp have copies; of the optimizer's state, at ZeRO-0; else each has its shard of them. Over tp, whoever has
+// the same slice.
+static uint64_t copies_of(const Model *m, const Param *p, bool whole) {
+    uint64_t slice = p->row * p->cols + p->col, shard = whole ? 0 : (uint64_t)m->grid.dp->rank;
+    return slice * (uint64_t)m->grid.dp->size + shard;
+}
+
+typedef struct {
+    uint64_t copies, hash;
+} Copy;
+
+static void compare_copies(const Param *p, const Copy *copy, size_t stride, size_t ranks, long step) {
+    size_t odd = 0, fewest = ranks, holders = 0, first = 0; // first: of these holders
+    for (size_t r = 0; r < ranks; r++) {
+        size_t alike = 0, held = 0, before = r;
+        for (size_t other = 0; other < ranks; other++) {
+            const Copy *a = copy + r * stride, *b = copy + other * stride;
+            if (a->copies != b->copies) continue;
+            if (held++ == 0) before = other;
+            alike += a->hash == b->hash;
+        }
+        if (alike < held && alike <= fewest) odd = r, fewest = alike, holders = held, first = before;
+    }
+    if (holders == 0) return; // all alike
+    char others[32] = "the other ranks'";
+    if (holders == 2) snprintf(others, sizeof others, "rank %zu's", first);
+    fail_all(EXIT_RUNTIME, "step %ld: rank %zu's copy of %s differs from %s", step, odd, p->name, others);
+}
+
+// Compares the hashes of all copies, and names the first parameter of which one rank's differs from most.
 void state_check_replicas(const Model *m, long step) {
-    Comm *dp = m->grid.dp;
-    size_t n = (size_t)m->n_params, ranks = (size_t)dp->size;
-    if (m->config.zero == 3) return; // one copy
-    uint64_t *hash = host_alloc(ranks * n, sizeof *hash), *mine = hash + (size_t)dp->rank * n;
-    for (size_t i = 0; i < n; i++) {
+    Comm *world = m->grid.world;
+    enum { WEIGHT, STATE, KINDS };
+    size_t n = KINDS * (size_t)m->n_params, ranks = (size_t)world->size;
+    Copy *copy = host_alloc(ranks * n, sizeof *copy), *mine = copy + (size_t)world->rank * n;
+    for (size_t i = 0; i < (size_t)m->n_params; i++) {
         const Param *p = &m->param[i];
         const Bucket *b = &m->bucket[p->bucket];
-        size_t count = p->padded_rows * p->cols;
+        Range own = own_part(m, p);
+        size_t count = own.end - own.begin, place = own_place(m, p);
+        bool whole = m->config.zero < 3;
         comm_wait(b->gather);
-        mine[i] = hash_of(0, b->weight + p->offset, count * sizeof(floatX));
+        mine[KINDS * i + WEIGHT] =
+            (Copy){copies_of(m, p, whole), whole   ? hash_of(0, b->weight + p->offset, p->size * sizeof(floatX))
+                                           : count ? hash_of(0, b->own_weight + place, count * sizeof(floatX))
+                                                   : 0};
         float *const state[] = {b->master, b->m, b->v};
-        for (int k = 0; k < 3 && m->config.zero == 0; k++)
-            if (state[k]) mine[i] = hash_of(mine[i], state[k] + p->offset, count * sizeof(float));
+        uint64_t h = 0;
+        for (int k = 0; k < 3 && count; k++)
+            if (state[k]) h = hash_of(h, state[k] + place, count * sizeof(float));
+        mine[KINDS * i + STATE] = (Copy){copies_of(m, p, m->config.zero == 0), h};
     }
-    comm_wait(comm_host_all_gather(dp, hash, mine, ranks * n, DTYPE_I64));
-    for (size_t i = 0; i < n; i++) {
-        size_t odd = 0, fewest = ranks;
-        for (size_t r = 0; r < ranks; r++) {
-            size_t alike = 0;
-            for (size_t other = 0; other < ranks; other++) alike += hash[r * n + i] == hash[other * n + i];
-            if (alike <= fewest) odd = r, fewest = alike;
-        }
-        if (fewest < ranks)
-            fail_all(EXIT_RUNTIME, "step %ld: rank %zu's copy of %s differs from %s", step, odd,
-                     m->param[i].name, ranks == 2 ? "rank 0's" : "the other ranks'");
-    }
-    free(hash);
+    comm_wait(comm_host_all_gather(world, copy, mine, ranks * n * sizeof *copy / sizeof(uint64_t), DTYPE_I64));
+    for (size_t i = 0; i < n; i++) compare_copies(&m->param[i / KINDS], copy + i, n, ranks, step);
+    free(copy);
 }

@@ -36,10 +36,10 @@ typedef struct {
     long micro_batch, accum, batch_tokens, steps, warmup;
     double lr, min_lr, beta1, beta2, weight_decay, grad_clip;
     // parallel
-    long ranks, dp, zero;
+    long ranks, dp, zero, tp;
     double bucket_mb;
     int comm;
-    bool no_overlap;
+    bool no_overlap, sp;
     // memory and precision
     int recompute, attention, matmul;
     int fp8; // Fp8Recipe
@@ -51,27 +51,35 @@ typedef struct {
     double timeout, peak_tflops;
     bool dry_run, json, explain, quiet;
     // derived
-    long positions; // rows of the learned position table: ≥ seq (gpt2); 0 (llama)
-    long padded_vocab;
+    long positions;    // rows of the learned position table: ≥ seq (gpt2); 0 (llama)
+    long padded_vocab; // rows in memory of a rank's slice of the vocabulary
     long global_batch; // sequences a step, over all ranks
 } Config;
 
 // ---- Where a rank stands -------------------------------------------------------------------------------------------
+// rank = dp · TP + tp: tensor parallelism, which sends most, is among neighbours.
 typedef struct {
     Comm *world; // every rank
     Comm *dp;    // the ranks that hold the same parameters and see other sequences
+    Comm *tp;    // the ranks that share each matrix, and see the same sequences
+    Comm *kv;    // those of tp that hold the same key/value heads: more than one where tp > --kv-heads
 } Grid;
 
 // ---- What is learned -------------------------------------------------------------------------------------------------
-// Which way tensor parallelism cuts a tensor: output rows, input columns, or rows by whole (key/value) heads.
+// Which way tensor parallelism cuts a tensor: its rows, which are a product's outputs (Megatron-LM's column-parallel), its
+// columns, which are inputs (row-parallel), or rows by whole (key/value) heads.
 typedef enum { SPLIT_NONE, SPLIT_ROWS, SPLIT_COLUMNS, SPLIT_HEADS, SPLIT_KV_HEADS } Split;
 
 typedef struct {
-    char name[64];      // "blocks.3.mlp.up.weight"
-    int ndim;           // 1: [rows], 2: [rows, cols], row-major, [out, in]
-    size_t rows, cols;  // the true shape; cols = 1 where ndim is 1
-    size_t padded_rows; // rows in memory: the vocabulary is padded, all else is not
+    char name[64];     // "blocks.3.mlp.up.weight"
+    int ndim;          // 1: [rows], 2: [rows, cols], row-major, [out, in]
+    size_t rows, cols; // the true shape; cols = 1 where ndim is 1
     Split split;
+    // This rank's slice of it: from row and column on, so many rows and columns.
+    size_t row, col, slice_rows, slice_cols;
+    bool counted; // of the tp ranks with this very slice, this is the one that counts and saves it
+    int parts;    // tp ranks among which its gradient is a sum of parts; 1: each computes all of it
+    size_t size;  // elements in memory: the slice, and the padding of a vocabulary
     int unit, bucket;
     size_t offset; // of its first element in the bucket
     float init;    // standard deviation of the initial values; 0: zeros; −1: ones
@@ -107,12 +115,15 @@ typedef struct {
 } Bucket;
 
 // ---- The model ---------------------------------------------------------------------------------------------------------
+// From here on H, KV, F and V are what this rank has of them, and A = H·D channels of attention: H/tp, F/tp … of the whole. R
+// rows of the residual stream are here: all N, or with --sp N/tp.
+//
 // A block's parameters, or their gradients: places in its bucket. q, k and v lie side by side there, as do gate and up,
 // so that each set is one matrix.
 typedef struct {
     floatX *norm1_weight, *norm1_bias; // [C]; biases exist in gpt2 only
-    floatX *qkv_weight, *qkv_bias;     // [(H+2KV)·D, C]
-    floatX *out_weight, *out_bias;     // [C, H·D]
+    floatX *qkv_weight, *qkv_bias;     // [A+2·KV·D, C]
+    floatX *out_weight, *out_bias;     // [C, A]
     floatX *norm2_weight, *norm2_bias; // [C]
     floatX *up_weight, *up_bias;       // [U, C]; U = F (gpt2), 2F (llama: gate, then up)
     floatX *down_weight, *down_bias;   // [C, F]
@@ -125,28 +136,29 @@ typedef struct {
 } Ends;
 
 // What a block's forward keeps for its backward, one micro-batch. On the right, bytes a token and channel where floatX has
-// two: gpt2 16 + 4f in all (g = 1), llama 12 + 4g + 6f, with f = F/C and g = KV/H; fp32 statistics come on top.
+// two, with f = F/C and g = KV/H of the whole model, t = tp ≤ KV: gpt2 8 + (8 + 4f)/t in all (g = 1), llama 8 + (4 + 4g + 6f)/t;
+// with --sp the 8 is divided by t, too. fp32 statistics come on top.
 typedef struct {
-    floatX *x;            // [N, C]          the residual stream as it enters                 2
-    float *mean1, *rstd1; // [N]
-    floatX *h1;           // [N, C]          input of qkv                                     2
-    floatX *qkv;          // [N, (H+2KV)·D]  q 2, k and v 4g                                  2 + 4g
+    floatX *x;            // [R, C]          the residual stream as it enters                 2
+    float *mean1, *rstd1; // [R]
+    floatX *h1;           // [R, C]          input of qkv                                     2
+    floatX *qkv;          // [N, A+2·KV·D]   q 2, k and v 4g                                  (2 + 4g)/t
     float *lse;           // [B, H, T]       flash: log-sum-exp of each row of scores
     floatX *probs;        // [B, H, T, T]    naive: the softmax output
-    floatX *o;            // [N, C]          attention's output                               2
-    floatX *x_mid;        // [N, C]          the residual stream between attention and MLP    2
-    float *mean2, *rstd2; // [N]
-    floatX *h2;           // [N, C]          input of the MLP                                 2
-    floatX *up;           // [N, U]          input of the non-linearity                       2f, llama 4f
-    floatX *act;          // [N, F]          its output                                       2f
+    floatX *o;            // [N, A]          attention's output                               2/t
+    floatX *x_mid;        // [R, C]          the residual stream between attention and MLP    2
+    float *mean2, *rstd2; // [R]
+    floatX *h2;           // [R, C]          input of the MLP                                 2
+    floatX *up;           // [N, U]          input of the non-linearity                       2f/t, llama 4f/t
+    floatX *act;          // [N, F]          its output                                       2f/t
 } Activations;
 
 // The gradients of a block's four matrix products' outputs: what W needs, beside activations.
 typedef struct {
-    floatX *down; // [N, C]: the gradient of the residual stream as it leaves
+    floatX *down; // [R, C]: the gradient of the residual stream as it leaves
     floatX *up;   // [N, U]
-    floatX *out;  // [N, C]: the same, between MLP and attention
-    floatX *qkv;  // [N, (H+2KV)·D]
+    floatX *out;  // [R, C]: the same, between MLP and attention
+    floatX *qkv;  // [N, A+2·KV·D]
 } OutputGrads;
 
 typedef struct {
@@ -175,8 +187,10 @@ typedef struct {
     Activations *acts;                            // [L + 1]; the last holds the head's x, h1 and statistics
     OutputGrads dout[2];         // block l's is dout[l & 1], the embedding's ("block −1") dout[1]
     floatX *logits;              // [N, Vp], then their gradient
+    float *logit_stats;          // [4, N]: largest on this rank, largest of all, sum of exp, the target's
     float *losses, *host_losses; // [N], and a copy that the host can read
     floatX *temp_c, *temp_f;     // [N, C], [N, F]: what lives within one F or I
+    floatX *gathered[2];         // [N, C]: rows that --sp brings together
     void *workspace;             // for kernels
     double *squares; // [n_params + 1]: Σ g² of each parameter on this rank; one more, for a sum over many
 
@@ -224,9 +238,33 @@ void dp_end(Model *m, int unit, Pass pass);
 // Own weights have changed (initial values, a file's, a step's). Where every rank keeps the whole ones but updates a shard
 // (ZeRO-1 and -2), an all-gather a bucket starts; at ZeRO-3 the next dp_begin gathers.
 void dp_share_weights(Model *m);
-// Waits for the reductions. The global gradient's L2 norm, every distinct element counted once.
+// Waits for the reductions. The global gradient's L2 norm, over the world, every distinct element counted once.
 double dp_grad_norm(Model *m);
 // Clips by the norm, takes one AdamW step on what is this rank's own, and shares the weights.
 void dp_optimizer_step(Model *m, double grad_norm, OptimizerStep s);
+
+// ---- tp_sp.c: tensor and sequence parallelism ------------------------------------------------------------------------------
+// Fills in which slice of p a tp rank holds, whether it is the one that counts it, and whose gradients make the whole.
+void tp_slice(const Config *c, Param *p, int rank);
+// Memory for gathered rows, and what sums under way take.
+void tp_reserve(Model *m);
+
+// Rows on their way: x is there once work is done.
+typedef struct {
+    floatX *x;
+    Work work;
+} Rows;
+// Into a product that is cut by output (q, k and v; up; the head): all rows [N, C], of which x [R, C] are here. With --sp
+// gathered, in m->gathered[place], as two may be needed at a time; without, they are x.
+Rows tp_enter(const Model *m, floatX *x, int place);
+// Out of a product that is cut by input (out, down): this rank's rows [R, C] of the sum over tp of partial [N, C], inside partial.
+Rows tp_exit(const Model *m, floatX *partial);
+
+// From m->logits, of which each rank has the columns of its slice of the vocabulary, to m->losses [N]; with dloss ≠ 0 the
+// logits become their own gradient.
+void tp_cross_entropy(const Model *m, float dloss);
+// Of parameters held by several tp ranks of which each has seen a part: sums that part of the gradient which is this rank's
+// own, once its sum over dp is there.
+void tp_sum_gradients(const Model *m);
 
 #endif

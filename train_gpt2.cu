@@ -3,12 +3,12 @@
 //   flags -> configuration -> data -> parameters -> memory -> a block, forward and backward -> the model
 //         -> one training step -> evaluation, sampling -> main
 //
-// Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c),
+// Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c, tp_sp.c),
 // what an operation computes in kernels/, where values come from and are saved in state.c, what is printed in report.c, and
 // runtime/ is plumbing: memory, messages, files.
 //
-// Four letters name the work: F is a forward, I the gradient of an input, W the gradient of the weights, B = I, then W. (As
-// sizes, B, T, C, F … are those of train.h.) I and W are separate functions because pipeline schedules move W to where a rank would idle.
+// Four letters name the work: F is a forward, I the gradient of an input, W the gradient of the weights, B both. (As sizes,
+// B, T, C, F … are those of train.h.) W's products have functions of their own, to stand where a rank would else only wait.
 #include "train.h"
 #include "report.h"
 #include "state.h"
@@ -57,6 +57,7 @@ static Config config = {
     .grad_clip = 1,
     .ranks = NOT_GIVEN,
     .dp = NOT_GIVEN,
+    .tp = 1,
     .comm = NOT_GIVEN,
     .fp8 = FP8_NONE,
     .eval_batches = 8,
@@ -111,7 +112,7 @@ static const Flag flags[] = {
     {"val",        FLAG_FILES, &config.val, "the same, for evaluation; else the last tenth of a text", 0, 0, NULL},
     {"seed",       FLAG_INT,  &config.seed, "of initial weights, data order and samples", 0, COUNT, NULL},
     {"step", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"micro-batch",  FLAG_INT, &config.micro_batch, "sequences a rank and micro-batch (B)", 1, 1e5, NULL},
+    {"micro-batch",  FLAG_INT, &config.micro_batch, "sequences a data-parallel rank and micro-batch (B)", 1, 1e5, NULL},
     {"accum",        FLAG_INT, &config.accum, "micro-batches a step", 1, 1e6, NULL},
     {"batch-tokens", FLAG_INT, &config.batch_tokens, "tokens a step over all ranks; accum follows", 1, COUNT, NULL},
     {"steps",        FLAG_INT, &config.steps, "optimizer steps", 1, COUNT, NULL},
@@ -127,6 +128,8 @@ static const Flag flags[] = {
     {"dp",         FLAG_INT, &config.dp, "data-parallel ranks; follows from the rest", 1, 1e5, NULL},
     {"zero",       FLAG_INT, &config.zero, "shard over dp: 1 the optimizer, 2 gradients too, 3 weights too", 0, 3, NULL},
     {"bucket-mb",  FLAG_REAL, &config.bucket_mb, "merge neighbouring blocks' buckets up to N MB of weights", 0, 1e6, NULL},
+    {"tp",         FLAG_INT, &config.tp, "tensor-parallel ranks: they share every matrix", 1, 1e4, NULL},
+    {"sp",         FLAG_SWITCH, &config.sp, "and the rows between the matrices (sequence parallelism)", 0, 0, NULL},
     {"comm",       FLAG_CHOICE, &config.comm, "GPUs: NCCL (where each rank has its own), or through the host", 0, 0, TRANSPORTS},
     {"no-overlap", FLAG_SWITCH, &config.no_overlap, "wait for every message where it leaves", 0, 0, NULL},
     {"memory", FLAG_GROUP, NULL, "", 0, 0, NULL},
@@ -253,7 +256,10 @@ static void check_countable(const Config *c) {
                  "--layers %ld --hidden %ld --micro-batch %ld --seq %ld: a rank would need %.1e GB; nearest: "
                  "smaller",
                  c->layers, c->hidden, c->micro_batch, c->seq, bytes * 1e-9);
-    double tokens = rows * (double)c->accum * (double)c->dp;
+}
+
+static void check_batch_countable(const Config *c) {
+    double tokens = (double)c->micro_batch * (double)c->seq * (double)c->accum * (double)c->dp;
     if (tokens > 1e18)
         fail_all(EXIT_USAGE, "--micro-batch %ld --accum %ld --dp %ld: %.1e tokens a step; nearest: fewer",
                  c->micro_batch, c->accum, c->dp, tokens);
@@ -275,28 +281,85 @@ static void check_heads(const Config *c) {
              c->hidden, D, most, nearest);
 }
 
+// Why so many tensor-parallel ranks cannot share this model evenly; NULL: they can.
+static const char *tp_fault(const Config *c, long tp) {
+    static char fault[64];
+    if (c->heads % tp != 0)
+        snprintf(fault, sizeof fault, "does not divide %ld attention heads", c->heads);
+    else if (c->kv_heads % tp != 0 && tp % c->kv_heads != 0)
+        snprintf(fault, sizeof fault, "can neither split nor copy %ld key/value heads evenly", c->kv_heads);
+    else if (c->ffn % tp != 0)
+        snprintf(fault, sizeof fault, "does not divide --ffn %ld", c->ffn);
+    else if (c->vocab < tp)
+        snprintf(fault, sizeof fault, "is more than the %ld tokens of the vocabulary", c->vocab);
+    else
+        return NULL;
+    return fault;
+}
+
+static void check_tp(Config *c) {
+    if (tp_fault(c, c->tp)) {
+        long below = c->tp - 1, above = c->tp + 1; // 1 is always right
+        while (tp_fault(c, below)) below--;
+        while (above <= c->heads && tp_fault(c, above)) above++;
+        char more[32] = "";
+        if (above <= c->heads) snprintf(more, sizeof more, " or %ld", above);
+        fail_all(EXIT_USAGE, "--tp %ld %s; nearest: %ld%s", c->tp, tp_fault(c, c->tp), below, more);
+    }
+    if (c->tp == 1) c->sp = false; // all rows are one rank's
+    if (!c->sp || c->seq % c->tp == 0) return;
+    long below = c->seq / c->tp * c->tp, above = below + c->tp;
+    bool longer = c->arch == ARCH_LLAMA || above <= c->positions ||
+                  !(c->init || c->resume); // has the file such positions?
+    char nearest[48];
+    if (below == 0 || !longer)
+        snprintf(nearest, sizeof nearest, "%ld", below ? below : above);
+    else
+        snprintf(nearest, sizeof nearest, "%ld or %ld", below, above);
+    fail_all(EXIT_USAGE, "--seq %ld: --sp cuts it into --tp %ld equal parts; nearest: %s", c->seq, c->tp,
+             nearest);
+}
+
+// The grid, for this many ranks.
+static void check_grid(Config *c, long world) {
+    long groups = world / c->tp;
+    if (groups * c->tp != world) {
+        char below[32] = "";
+        if (groups > 0) snprintf(below, sizeof below, "%ld or ", groups * c->tp);
+        long tp = c->tp - 1; // 1 is always right
+        while (world % tp != 0 || tp_fault(c, tp)) tp--;
+        fail_all(EXIT_USAGE,
+                 "--tp %ld: needs %ld ranks, or a multiple of that; the run has %ld; nearest: --ranks %s%ld, "
+                 "or --tp %ld",
+                 c->tp, c->tp, world, below, (groups + 1) * c->tp, tp);
+    }
+    if (c->dp == NOT_GIVEN) c->dp = groups;
+    if (c->dp != groups)
+        fail_all(EXIT_USAGE, "--dp %ld: the run has %ld rank%s and --tp %ld; nearest: %ld", c->dp, world,
+                 world == 1 ? "" : "s", c->tp, groups);
+}
+
 // Derives what follows and refuses what cannot be, for this many ranks.
 static void config_check(Config *c, long world) {
-    if (c->dp == NOT_GIVEN) c->dp = world;
-    if (c->dp != world)
-        fail_all(EXIT_USAGE, "--dp %ld: the run has %ld rank%s; nearest: %ld", c->dp, world,
-                 world == 1 ? "" : "s", world);
     check_countable(c);
     must_divide("hidden", c->hidden, "--heads", c->heads);
     must_divide("heads", c->heads, "--kv-heads", c->kv_heads);
+    check_tp(c);
+    check_grid(c, world);
+    check_batch_countable(c);
     if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
         fail_all(EXIT_USAGE, "--hidden %ld: %ld channels a head cannot be paired for rotation; nearest: %ld",
                  c->hidden, c->hidden / c->heads, c->hidden + c->heads);
     check_heads(c);
     if (c->arch == ARCH_GPT2) c->tie = true;
     if (c->arch == ARCH_LLAMA) c->positions = 0;
-    c->padded_vocab = (c->vocab + 63) / 64 * 64;
+    c->padded_vocab = ((c->vocab - 1) / c->tp + 64) / 64 * 64; // of the largest slice
     if (c->min_lr == NOT_GIVEN) c->min_lr = c->lr / 10;
     if (c->min_lr > c->lr)
         fail_all(EXIT_USAGE, "--min-lr %g: above --lr %g; nearest: %g", c->min_lr, c->lr, c->lr);
     if (c->batch_tokens != NOT_GIVEN) {
         long micro = c->micro_batch * c->seq * c->dp;
-        must_divide("batch-tokens", c->batch_tokens, "micro-batch · seq · ranks", micro);
+        must_divide("batch-tokens", c->batch_tokens, "micro-batch · seq · dp", micro);
         if (flag_given(&config.accum) && c->accum != c->batch_tokens / micro)
             fail_all(EXIT_USAGE, "--accum %ld: --batch-tokens %ld needs %ld; give one of the two", c->accum,
                      c->batch_tokens, c->batch_tokens / micro);
@@ -313,6 +376,11 @@ static void config_check(Config *c, long world) {
 
 static Data *train_data, *val_data;
 
+// Some weight is held by more than one rank: over dp all are, below ZeRO-3; over tp those that are not cut.
+static bool has_replicas(const Config *c) {
+    return c->tp > 1 || (c->dp > 1 && c->zero < 3);
+}
+
 // What is legal but does nothing is said, so that nobody waits for an effect.
 static void say_without_effect(const Config *c) {
     bool bf16_build = sizeof(floatX) == 2;
@@ -327,11 +395,14 @@ static void say_without_effect(const Config *c) {
         say("--eval-batches changes nothing: no validation data");
     if (c->zero > 0 && c->dp == 1)
         say("--zero %ld changes nothing: one data-parallel rank holds all shards", c->zero);
-    if (flag_given(&config.comm) && c->dp == 1) say("--comm changes nothing: one rank sends no messages");
-    if (c->no_overlap && c->dp == 1) say("--no-overlap changes nothing: one rank sends no messages");
+    if (flag_given(&config.sp) && c->tp == 1)
+        say("--sp changes nothing: one tensor-parallel rank holds all rows");
+    bool alone = c->dp * c->tp == 1;
+    if (flag_given(&config.comm) && alone) say("--comm changes nothing: one rank sends no messages");
+    if (c->no_overlap && alone) say("--no-overlap changes nothing: one rank sends no messages");
     if (flag_given(&config.lazy_optimizer) && c->resume)
         say("--lazy-optimizer changes nothing: a resumed run has its moments before the first step");
-    if (c->check_replicas && (c->dp == 1 || c->zero == 3))
+    if (c->check_replicas && !has_replicas(c))
         say("--check-replicas changes nothing: every weight is held once");
     if (flag_given(&config.matmul) && bf16_build) say("--matmul changes nothing: this build's values are bf16");
 }
@@ -449,10 +520,11 @@ static void add_unit(Model *m, const char *prefix, const ParamSpec *spec, size_t
         p->ndim = spec[i].cols == DIM_NONE ? 1 : 2;
         p->rows = dim_size(c, spec[i].rows);
         p->cols = dim_size(c, spec[i].cols);
-        p->padded_rows = spec[i].rows == DIM_V ? (size_t)c->padded_vocab : p->rows;
         p->split = spec[i].split;
-        p->init = spec[i].init == STD_RESIDUAL ? STD / sqrtf(2 * (float)c->layers) : spec[i].init;
         p->unit = m->n_units;
+        tp_slice(c, p, m->grid.tp->rank);
+        p->size = (spec[i].rows == DIM_V ? (size_t)c->padded_vocab : p->slice_rows) * p->slice_cols;
+        p->init = spec[i].init == STD_RESIDUAL ? STD / sqrtf(2 * (float)c->layers) : spec[i].init;
         p->place = spec[i].place;
         m->parameters += p->rows * p->cols;
     }
@@ -509,27 +581,32 @@ static float *alloc_f(MemCategory category, size_t n) {
     return device_alloc(category, n * sizeof(float));
 }
 
-// Sizes of one block, as its functions use them: rows, channels, and the widths of qkv and of the MLP's input.
+// Sizes of one block, as its functions use them (train.h): rows, here and of all tp ranks together, channels, and the widths
+// of qkv and of the MLP's input.
 typedef struct {
-    size_t N, C, H, KV, D, F, QKV, U;
+    size_t N, R, C, H, KV, D, A, F, QKV, U;
 } BlockSize;
 
 static BlockSize block_size(const Model *m) {
     const Config *c = &m->config;
-    size_t C = (size_t)c->hidden, D = C / (size_t)c->heads, F = (size_t)c->ffn;
-    return (BlockSize){.N = m->B * m->T,
+    size_t tp = (size_t)c->tp, N = m->B * m->T, C = (size_t)c->hidden, D = C / (size_t)c->heads;
+    size_t H = (size_t)c->heads / tp, KV = c->kv_heads > c->tp ? (size_t)c->kv_heads / tp : 1,
+           F = (size_t)c->ffn / tp;
+    return (BlockSize){.N = N,
+                       .R = c->sp ? N / tp : N,
                        .C = C,
-                       .H = (size_t)c->heads,
-                       .KV = (size_t)c->kv_heads,
+                       .H = H,
+                       .KV = KV,
                        .D = D,
+                       .A = H * D,
                        .F = F,
-                       .QKV = C + 2 * D * (size_t)c->kv_heads,
+                       .QKV = (H + 2 * KV) * D,
                        .U = c->arch == ARCH_LLAMA ? 2 * F : F};
 }
 
 static AttentionShape attention_shape(const Model *m) {
     BlockSize s = block_size(m);
-    return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.C, .causal = true};
+    return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.A, .causal = true};
 }
 
 // What blocks keep. Recomputation shares: under `full` all blocks write one set of buffers, which the backward fills again
@@ -542,28 +619,30 @@ static void reserve_activations(Model *m) {
         Activations *a = &m->acts[l];
         if (l > 0) *a = m->acts[0];
         if (l == 0 || c->recompute != RECOMPUTE_FULL) {
-            if (c->arch == ARCH_GPT2) a->mean1 = alloc_f(cat, s.N), a->mean2 = alloc_f(cat, s.N);
-            a->rstd1 = alloc_f(cat, s.N);
-            a->h1 = alloc_x(cat, s.N * s.C);
+            if (c->arch == ARCH_GPT2) a->mean1 = alloc_f(cat, s.R), a->mean2 = alloc_f(cat, s.R);
+            a->rstd1 = alloc_f(cat, s.R);
+            a->h1 = alloc_x(cat, s.R * s.C);
             a->qkv = alloc_x(cat, s.N * s.QKV);
             if (c->attention == ATTENTION_FLASH) a->lse = alloc_f(cat, s.N * s.H);
-            a->o = alloc_x(cat, s.N * s.C);
-            a->x_mid = alloc_x(cat, s.N * s.C);
-            a->rstd2 = alloc_f(cat, s.N);
-            a->h2 = alloc_x(cat, s.N * s.C);
+            a->o = alloc_x(cat, s.N * s.A);
+            a->x_mid = alloc_x(cat, s.R * s.C);
+            a->rstd2 = alloc_f(cat, s.R);
+            a->h2 = alloc_x(cat, s.R * s.C);
             a->up = alloc_x(cat, s.N * s.U);
             a->act = alloc_x(cat, s.N * s.F);
         }
         if (c->attention == ATTENTION_NAIVE && (l == 0 || c->recompute == RECOMPUTE_NONE))
             a->probs = alloc_x(cat, s.N * s.H * m->T);
-        a->x = alloc_x(cat, s.N * s.C);
+        a->x = alloc_x(cat, s.R * s.C);
     }
     Activations *head = &m->acts[c->layers];
-    if (c->arch == ARCH_GPT2) head->mean1 = alloc_f(cat, s.N);
-    head->rstd1 = alloc_f(cat, s.N);
-    head->h1 = alloc_x(cat, s.N * s.C);
-    head->x = alloc_x(cat, s.N * s.C);
+    if (c->arch == ARCH_GPT2) head->mean1 = alloc_f(cat, s.R);
+    head->rstd1 = alloc_f(cat, s.R);
+    head->h1 = alloc_x(cat, s.R * s.C);
+    head->x = alloc_x(cat, s.R * s.C);
 }
+
+enum { LOGIT_ROWS = 5 }; // numbers a row of the loss: m->logit_stats, m->losses
 
 // Bytes that a unit brings to life.
 typedef struct {
@@ -575,18 +654,18 @@ typedef struct {
 static LiveBytes live_bytes(const Model *m, int unit) {
     const Config *c = &m->config;
     BlockSize s = block_size(m);
-    size_t x = s.N * s.C * sizeof(floatX), wide = s.N * (s.QKV + s.U) * sizeof(floatX),
+    size_t x = s.R * s.C * sizeof(floatX), wide = s.N * (s.QKV + s.U) * sizeof(floatX),
            row = s.N * sizeof(float);
-    size_t norm = c->arch == ARCH_GPT2 ? 2 * row : row;
+    size_t norm = s.R * sizeof(float) * (c->arch == ARCH_GPT2 ? 2 : 1);
     if (unit == 0) return (LiveBytes){.dy = x}; // its output is the first block's x
     if (unit == m->n_units - 1)
         return (LiveBytes){.whole = 2 * x + norm,
                            .kept = 2 * x + norm,
-                           .logits = s.N * (size_t)c->padded_vocab * sizeof(floatX) + row,
+                           .logits = s.N * (size_t)c->padded_vocab * sizeof(floatX) + LOGIT_ROWS * row,
                            .dx = x};
     bool flash = c->attention == ATTENTION_FLASH;
     size_t scores = flash ? s.H * row : s.N * s.H * m->T * sizeof(floatX);
-    size_t whole = 5 * x + wide + 2 * norm + scores + s.N * s.F * sizeof(floatX);
+    size_t whole = 4 * x + s.N * s.A * sizeof(floatX) + wide + 2 * norm + scores + s.N * s.F * sizeof(floatX);
     size_t kept[] = {whole, flash ? whole : whole - scores, x}; // by recomputation: none, selective, full
     return (LiveBytes){.whole = whole, .kept = kept[c->recompute], .dy = x, .inside = wide + x, .dx = x};
 }
@@ -626,6 +705,7 @@ static void model_reserve(Model *m) {
     size_t Vp = (size_t)c->padded_vocab, bucket = 0;
 
     dp_reserve(m);
+    tp_reserve(m);
     for (int i = 0; i < m->n_buckets; i++)
         if (m->bucket[i].count > bucket) bucket = m->bucket[i].count;
     place_params(m);
@@ -633,13 +713,14 @@ static void model_reserve(Model *m) {
     for (int i = 0; i < 2; i++) { // only the residual stream's gradient of two blocks is needed at once
         OutputGrads *d = &m->dout[i];
         if (i > 0) *d = m->dout[0];
-        d->down = alloc_x(MEM_DOUT, s.N * s.C);
+        d->down = alloc_x(MEM_DOUT, s.R * s.C);
         if (i > 0) continue;
         d->up = alloc_x(MEM_DOUT, s.N * s.U);
-        d->out = alloc_x(MEM_DOUT, s.N * s.C);
+        d->out = alloc_x(MEM_DOUT, s.R * s.C);
         d->qkv = alloc_x(MEM_DOUT, s.N * s.QKV);
     }
     m->logits = alloc_x(MEM_LOGITS, s.N * Vp);
+    m->logit_stats = alloc_f(MEM_LOGITS, (LOGIT_ROWS - 1) * s.N);
     m->losses = alloc_f(MEM_LOGITS, s.N);
     m->temp_c = alloc_x(MEM_WORKSPACE, s.N * s.C);
     m->temp_f = alloc_x(MEM_WORKSPACE, s.N * s.F);
@@ -649,12 +730,12 @@ static void model_reserve(Model *m) {
     if (c->arch == ARCH_LLAMA) m->rope = alloc_f(MEM_WORKSPACE, m->T * s.D);
     m->squares = device_alloc(MEM_WORKSPACE, ((size_t)m->n_params + 1) * sizeof(double));
     const size_t workspace[] = {linear_workspace(m, s.N, s.C, s.QKV),
-                                linear_workspace(m, s.N, s.C, s.C),
+                                linear_workspace(m, s.N, s.A, s.C),
                                 linear_workspace(m, s.N, s.C, s.U),
                                 linear_workspace(m, s.N, s.F, s.C),
                                 matmul_workspace(s.N, s.C, Vp),
-                                norm_backward_workspace(s.N, s.C),
-                                embedding_backward_workspace(m->B, m->T, s.C, (size_t)c->vocab),
+                                norm_backward_workspace(s.R, s.C),
+                                embedding_backward_workspace(m->B, m->T, s.C, m->param[0].slice_rows),
                                 c->attention == ATTENTION_FLASH ? flash_attention_workspace(attention_shape(m))
                                                                 : naive_attention_workspace(attention_shape(m)),
                                 grad_norm_workspace(bucket)};
@@ -668,23 +749,34 @@ static void model_reserve(Model *m) {
 
 static void attention_forward(const Model *m, const Activations *a) {
     BlockSize s = block_size(m);
-    const floatX *q = a->qkv, *k = q + s.C, *v = k + s.KV * s.D;
+    const floatX *q = a->qkv, *k = q + s.A, *v = k + s.KV * s.D;
     if (a->probs)
         naive_attention_forward(a->o, a->probs, q, k, v, attention_shape(m), m->workspace);
     else
         flash_attention_forward(a->o, a->lse, q, k, v, attention_shape(m), m->workspace);
 }
 
-// do_ [N, C] is the gradient of a->o; dqkv [N, (H+2KV)·D] is written.
+// do_ [N, A] is the gradient of a->o; dqkv [N, A+2·KV·D] is written.
 static void attention_backward(const Model *m, const Activations *a, floatX *dqkv, const floatX *do_) {
     BlockSize s = block_size(m);
-    size_t k = s.C, v = k + s.KV * s.D;
+    size_t k = s.A, v = k + s.KV * s.D;
     if (a->probs)
         naive_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a->probs, a->qkv, a->qkv + k, a->qkv + v,
                                  attention_shape(m), m->workspace);
     else
         flash_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a->o, a->lse, a->qkv, a->qkv + k, a->qkv + v,
                                  attention_shape(m), m->workspace);
+}
+
+// Rows are there now.
+static floatX *arrived(Rows r) {
+    comm_wait(r.work);
+    return r.x;
+}
+
+// Of the tp ranks' partial sums, one has the bias in it.
+static const floatX *once(const Model *m, const floatX *bias) {
+    return m->grid.tp->rank == 0 ? bias : NULL;
 }
 
 // acts[l].x -> acts[l + 1].x. Between operations, here and in the backward, messages under way get their turn (comm_progress).
@@ -694,25 +786,51 @@ static void block_forward(Model *m, long l) {
     Activations *a = &m->acts[l];
     floatX *y = m->temp_c; // what attention, then the MLP, adds to the residual stream
 
-    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, w->norm1_weight, w->norm1_bias, s.N, s.C);
-    linear_forward(m, a->qkv, a->h1, w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV);
+    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, w->norm1_weight, w->norm1_bias, s.R, s.C);
+    Rows h = tp_enter(m, a->h1, 0);
+    linear_forward(m, a->qkv, arrived(h), w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV);
     if (m->rope) rope_forward(a->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
     comm_progress();
     attention_forward(m, a);
     comm_progress();
-    linear_forward(m, y, a->o, w->out_weight, w->out_bias, s.N, s.C, s.C);
+    linear_forward(m, y, a->o, w->out_weight, once(m, w->out_bias), s.N, s.A, s.C);
+    Rows sum = tp_exit(m, y);
 
-    m->norm_forward(a->h2, a->mean2, a->rstd2, a->x_mid, a->x, y, w->norm2_weight, w->norm2_bias, s.N, s.C);
+    m->norm_forward(a->h2, a->mean2, a->rstd2, a->x_mid, a->x, arrived(sum), w->norm2_weight, w->norm2_bias,
+                    s.R, s.C);
+    h = tp_enter(m, a->h2, 0);
     comm_progress();
-    linear_forward(m, a->up, a->h2, w->up_weight, w->up_bias, s.N, s.C, s.U);
+    linear_forward(m, a->up, arrived(h), w->up_weight, w->up_bias, s.N, s.C, s.U);
     comm_progress();
     m->act_forward(a->act, a->up, s.N, s.F);
-    linear_forward(m, y, a->act, w->down_weight, w->down_bias, s.N, s.F, s.C);
-    residual_forward(m->acts[l + 1].x, a->x_mid, y, s.N * s.C);
+    linear_forward(m, y, a->act, w->down_weight, once(m, w->down_bias), s.N, s.F, s.C);
+    sum = tp_exit(m, y);
+    residual_forward(m->acts[l + 1].x, a->x_mid, arrived(sum), s.R * s.C);
 }
 
-// The same lines from the last to the first. Norms' and biases' gradients are taken on the way.
-static void block_backward_input(Model *m, long l) {
+// W of the MLP, and of attention: two products each of what F and I left behind; no weights needed. All rows [N, C] of dy, the
+// gradient of the second's output, are there; those of h, the first's input, may be on their way.
+static void mlp_backward_weight(const Model *m, long l, const floatX *dy, Rows h) {
+    BlockSize s = block_size(m);
+    const Block *dw = &m->d_block[l];
+    linear_backward_weight(m, dw->down_weight, dy, m->acts[l].act, s.N, s.F, s.C);
+    comm_progress();
+    linear_backward_weight(m, dw->up_weight, m->dout[l & 1].up, arrived(h), s.N, s.C, s.U);
+    comm_progress();
+}
+
+static void attention_backward_weight(const Model *m, long l, const floatX *dy, Rows h) {
+    BlockSize s = block_size(m);
+    const Block *dw = &m->d_block[l];
+    linear_backward_weight(m, dw->out_weight, dy, m->acts[l].o, s.N, s.A, s.C);
+    comm_progress();
+    linear_backward_weight(m, dw->qkv_weight, m->dout[l & 1].qkv, arrived(h), s.N, s.C, s.QKV);
+    comm_progress();
+}
+
+// I is the forward's lines from the last to the first. W stands beside I's sums over tp, for it needs none of them. Norms' and
+// biases' gradients are taken on the way.
+static void block_backward(Model *m, long l) {
     BlockSize s = block_size(m);
     const Block *w = &m->block[l], *dw = &m->d_block[l];
     const Activations *a = &m->acts[l];
@@ -721,43 +839,33 @@ static void block_backward_input(Model *m, long l) {
     floatX *dact = m->temp_f, *dh = m->temp_c; // gradients of act, and of h2, o, h1 in turn
     bool biases = m->config.arch == ARCH_GPT2;
 
-    linear_backward_input(m, dact, d->down, w->down_weight, s.N, s.F, s.C);
+    Rows dy = tp_enter(m, d->down, 0), h = tp_enter(m, a->h2, 1);
+    linear_backward_input(m, dact, arrived(dy), w->down_weight, s.N, s.F, s.C);
     m->act_backward(d->up, dact, a->up, s.N, s.F);
     comm_progress();
     linear_backward_input(m, dh, d->up, w->up_weight, s.N, s.C, s.U);
-    m->norm_backward(d->out, dw->norm2_weight, dw->norm2_bias, dh, d->down, a->x_mid, w->norm2_weight, a->mean2,
-                     a->rstd2, s.N, s.C, m->workspace);
+    Rows sum = tp_exit(m, dh);
+    mlp_backward_weight(m, l, dy.x, h);
+    m->norm_backward(d->out, dw->norm2_weight, dw->norm2_bias, arrived(sum), d->down, a->x_mid, w->norm2_weight,
+                     a->mean2, a->rstd2, s.R, s.C, m->workspace);
 
-    comm_progress();
-    linear_backward_input(m, dh, d->out, w->out_weight, s.N, s.C, s.C);
+    dy = tp_enter(m, d->out, 0), h = tp_enter(m, a->h1, 1);
+    linear_backward_input(m, dh, arrived(dy), w->out_weight, s.N, s.A, s.C);
     comm_progress();
     attention_backward(m, a, d->qkv, dh);
     comm_progress();
     if (m->rope) rope_backward(d->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
     linear_backward_input(m, dh, d->qkv, w->qkv_weight, s.N, s.C, s.QKV);
-    m->norm_backward(dx, dw->norm1_weight, dw->norm1_bias, dh, d->out, a->x, w->norm1_weight, a->mean1,
-                     a->rstd1, s.N, s.C, m->workspace);
+    sum = tp_exit(m, dh);
+    attention_backward_weight(m, l, dy.x, h);
+    m->norm_backward(dx, dw->norm1_weight, dw->norm1_bias, arrived(sum), d->out, a->x, w->norm1_weight,
+                     a->mean1, a->rstd1, s.R, s.C, m->workspace);
 
     if (!biases) return;
-    matmul_backward_bias(dw->down_bias, d->down, s.N, s.C, m->workspace);
+    matmul_backward_bias(dw->down_bias, d->down, s.R, s.C, m->workspace);
     matmul_backward_bias(dw->up_bias, d->up, s.N, s.U, m->workspace);
-    matmul_backward_bias(dw->out_bias, d->out, s.N, s.C, m->workspace);
+    matmul_backward_bias(dw->out_bias, d->out, s.R, s.C, m->workspace);
     matmul_backward_bias(dw->qkv_bias, d->qkv, s.N, s.QKV, m->workspace);
-}
-
-// Four products of what F and I left behind; no weights needed.
-static void block_backward_weight(Model *m, long l) {
-    BlockSize s = block_size(m);
-    const Block *dw = &m->d_block[l];
-    const Activations *a = &m->acts[l];
-    const OutputGrads *d = &m->dout[l & 1];
-    linear_backward_weight(m, dw->down_weight, d->down, a->act, s.N, s.F, s.C);
-    comm_progress();
-    linear_backward_weight(m, dw->up_weight, d->up, a->h2, s.N, s.C, s.U);
-    comm_progress();
-    linear_backward_weight(m, dw->out_weight, d->out, a->o, s.N, s.C, s.C);
-    comm_progress();
-    linear_backward_weight(m, dw->qkv_weight, d->qkv, a->h1, s.N, s.C, s.QKV);
 }
 
 // What the forward did not keep is computed again, by the same code, into the same buffers.
@@ -771,37 +879,50 @@ static void block_recompute(Model *m, long l) {
 // The model: embedding, blocks, head
 // =====================================================================================================================
 
+// Each tp rank looks up the tokens of its slice of the vocabulary; the sum has them all.
+static void embedding_unit_forward(Model *m) {
+    BlockSize s = block_size(m);
+    floatX *x = m->temp_c;
+    embedding_forward(x, m->tokens, m->ends.wte, once(m, m->ends.wpe), m->positions, m->B, m->T, s.C);
+    Rows sum = tp_exit(m, x);
+    device_copy(m->acts[0].x, arrived(sum), s.R * s.C * sizeof(floatX));
+}
+
+static void embedding_unit_backward(Model *m) {
+    BlockSize s = block_size(m);
+    Rows dx = tp_enter(m, m->dout[1].down, 0);
+    embedding_backward(m->d_ends.wte, m->d_ends.wpe, arrived(dx), m->tokens, m->positions, m->B, m->T, s.C,
+                       m->param[0].slice_rows, m->workspace);
+}
+
 // The head's F: final norm, logits, the loss of each row; with dloss ≠ 0 the logits become their own gradient at once.
 static void head_forward(Model *m, float dloss) {
     BlockSize s = block_size(m);
     Activations *a = &m->acts[m->config.layers];
-    size_t Vp = (size_t)m->config.padded_vocab;
-    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, m->ends.norm_weight, m->ends.norm_bias, s.N,
+    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, m->ends.norm_weight, m->ends.norm_bias, s.R,
                     s.C);
-    matmul_forward(m->logits, a->h1, m->ends.head_weight, NULL, s.N, s.C, Vp, m->workspace);
-    cross_entropy_forward_backward(m->losses, m->logits, m->targets, dloss, s.N, (size_t)m->config.vocab, Vp);
+    Rows h = tp_enter(m, a->h1, 0);
+    matmul_forward(m->logits, arrived(h), m->ends.head_weight, NULL, s.N, s.C, (size_t)m->config.padded_vocab,
+                   m->workspace);
+    tp_cross_entropy(m, dloss);
 }
 
-static void head_backward_input(Model *m) {
+static void head_backward(Model *m) {
     BlockSize s = block_size(m);
-    const Activations *a = &m->acts[m->config.layers];
+    Activations *a = &m->acts[m->config.layers];
+    size_t Vp = (size_t)m->config.padded_vocab;
     floatX *dh = m->temp_c, *dx = m->dout[(m->config.layers - 1) & 1].down;
-    matmul_backward_input(dh, m->logits, m->ends.head_weight, s.N, s.C, (size_t)m->config.padded_vocab,
-                          m->workspace);
-    m->norm_backward(dx, m->d_ends.norm_weight, m->d_ends.norm_bias, dh, NULL, a->x, m->ends.norm_weight,
-                     a->mean1, a->rstd1, s.N, s.C, m->workspace);
-}
-
-static void head_backward_weight(Model *m) {
-    BlockSize s = block_size(m);
-    matmul_backward_weight(m->d_ends.head_weight, m->logits, m->acts[m->config.layers].h1, s.N, s.C,
-                           (size_t)m->config.padded_vocab, m->workspace);
+    Rows h = tp_enter(m, a->h1, 1);
+    matmul_backward_input(dh, m->logits, m->ends.head_weight, s.N, s.C, Vp, m->workspace);
+    Rows sum = tp_exit(m, dh);
+    matmul_backward_weight(m->d_ends.head_weight, m->logits, arrived(h), s.N, s.C, Vp, m->workspace);
+    m->norm_backward(dx, m->d_ends.norm_weight, m->d_ends.norm_bias, arrived(sum), NULL, a->x,
+                     m->ends.norm_weight, a->mean1, a->rstd1, s.R, s.C, m->workspace);
 }
 
 static void unit_forward(Model *m, int unit, float dloss) {
     if (unit == 0)
-        embedding_forward(m->acts[0].x, m->tokens, m->ends.wte, m->ends.wpe, m->positions, m->B, m->T,
-                          (size_t)m->config.hidden);
+        embedding_unit_forward(m);
     else if (unit < m->n_units - 1)
         block_forward(m, unit - 1);
     else
@@ -810,15 +931,12 @@ static void unit_forward(Model *m, int unit, float dloss) {
 
 static void unit_backward(Model *m, int unit) {
     if (unit == m->n_units - 1) {
-        head_backward_input(m);
-        head_backward_weight(m);
+        head_backward(m);
     } else if (unit > 0) {
         block_recompute(m, unit - 1);
-        block_backward_input(m, unit - 1);
-        block_backward_weight(m, unit - 1);
+        block_backward(m, unit - 1);
     } else {
-        embedding_backward(m->d_ends.wte, m->d_ends.wpe, m->dout[1].down, m->tokens, m->positions, m->B, m->T,
-                           (size_t)m->config.hidden, (size_t)m->config.vocab, m->workspace);
+        embedding_unit_backward(m);
     }
 }
 
@@ -873,7 +991,13 @@ static void set_row(Model *m, size_t b, const int32_t *window) {
     memcpy(m->host_targets + b * m->T, window + 1, m->T * sizeof(int32_t));
 }
 
+// Tokens become rows of this rank's slice of the vocabulary, or −1.
 static void send_rows(Model *m) {
+    const Param *wte = &m->param[0];
+    for (int32_t *t = m->host_tokens; t < m->host_tokens + m->B * m->T; t++) {
+        size_t row = (size_t)*t - wte->row; // below 0 it is very large
+        *t = row < wte->slice_rows ? (int32_t)row : -1;
+    }
     device_copy_in(m->tokens, m->host_tokens, m->B * m->T * sizeof(int32_t));
     device_copy_in(m->targets, m->host_targets, m->B * m->T * sizeof(int32_t));
 }
@@ -943,7 +1067,9 @@ static StepResult train_step(Model *m, long step) {
         model_backward(m);
         trace_end("compute", "backward", micro, backward, 0);
     }
+    tp_sum_gradients(m);
     double norm = dp_grad_norm(m);
+    if (m->grid.tp->rank > 0) sums[LOSS] = 0; // it is the same on all tp ranks
     sums[STOP] = stop_signal != 0;
     comm_wait(comm_host_all_reduce(m->grid.world, sums, SUMS, DTYPE_F64));
 
@@ -999,7 +1125,8 @@ static int32_t draw(const floatX *logits, long V, double u) {
 // Writes `count` tokens of the model's own, each drawn from the distribution after the last T. Every rank draws the same.
 static void sample(Model *m, long count, long step) {
     const Config *c = &m->config;
-    size_t B = m->B, T = m->T, V = (size_t)c->vocab;
+    const Param *wte = &m->param[0]; // the columns of the logits are its rows
+    size_t B = m->B, T = m->T, V = (size_t)c->vocab, tp = c->sp ? (size_t)c->tp : 1;
     bool text = V == 256;
     int32_t *token = host_alloc((size_t)count + 1, sizeof(int32_t));
     floatX *logits = host_alloc(V, sizeof(floatX));
@@ -1012,12 +1139,17 @@ static void sample(Model *m, long count, long step) {
     // All ranks go on or none: at ZeRO-3 a forward takes all of them.
     long i = 1;
     for (; i <= count && comm_all_true(m->grid.world, !stop_signal); i++) {
-        m->T = (size_t)i < T ? (size_t)i : T;
-        memcpy(m->host_tokens, token + i - (long)m->T, m->T * sizeof(int32_t));
+        size_t seen = (size_t)i < T ? (size_t)i : T;
+        m->T = (seen + tp - 1) / tp * tp; // no token sees those behind it
+        memset(m->host_tokens, 0, m->T * sizeof(int32_t));
+        memcpy(m->host_tokens, token + i - (long)seen, seen * sizeof(int32_t));
         send_rows(m);
         model_forward(m, 0);
         forget_activations();
-        device_copy_out(logits, m->logits + (m->T - 1) * (size_t)c->padded_vocab, V * sizeof(floatX));
+        device_copy_out(logits + wte->row, m->logits + (seen - 1) * (size_t)c->padded_vocab,
+                        wte->slice_rows * sizeof(floatX));
+        comm_wait(comm_host_all_gather(m->grid.tp, logits, logits + wte->row, V,
+                                       sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16));
         token[i] =
             draw(logits, (long)V,
                  random_uniform(random_stream((uint64_t)c->seed, "sample") ^ (uint64_t)step, (uint64_t)i));
@@ -1049,6 +1181,14 @@ static void seed_from_run(const char *checkpoint) {
     safetensors_close(s);
 }
 
+// The ranks of the run. One process answers for any number where nothing runs.
+static long run_size(const Config *c) {
+    bool asks = c->dry_run || c->explain;
+    if (c->ranks != NOT_GIVEN) return c->ranks;
+    if (asks && c->dp != NOT_GIVEN) return c->dp * c->tp;
+    return asks && launch_size() == 1 ? c->tp : launch_size();
+}
+
 // Everything about flags, files and sizes is checked here, before MPI starts and before memory is taken. Returns the step
 // to go on from, and the checkpoint's path.
 static long configure(int argc, char **argv, char *checkpoint, size_t checkpoint_size) {
@@ -1071,10 +1211,7 @@ static long configure(int argc, char **argv, char *checkpoint, size_t checkpoint
     if (c->rope_theta == NOT_GIVEN) c->rope_theta = p->rope_theta > 0 ? p->rope_theta : 10000;
     if (c->resume && !flag_given(&config.seed)) seed_from_run(checkpoint);
     open_data(c);
-    long world = c->ranks != NOT_GIVEN                              ? c->ranks
-                 : (c->dry_run || c->explain) && c->dp != NOT_GIVEN ? c->dp
-                                                                    : launch_size();
-    config_check(c, world);
+    config_check(c, run_size(c));
     check_data(c);
     if (step >= c->steps)
         fail_all(EXIT_USAGE, "--steps %ld: %s stands at step %ld already; nearest: %ld", c->steps, checkpoint,
@@ -1159,6 +1296,21 @@ static void enter_rest(Comm *world, MemCategory category) {
     comm_wait(comm_barrier(world));
 }
 
+// rank = dp · TP + tp (a dry run is rank 0).
+static void make_grid(const Config *c, Grid *g) {
+    int tp = (int)c->tp, rank = g->world->rank, holders = c->tp > c->kv_heads ? tp / (int)c->kv_heads : 1;
+    g->dp = comm_split(g->world, rank % tp, rank, "dp");
+    g->tp = comm_split(g->world, rank / tp, rank, "tp");
+    g->kv = comm_split(g->world, rank / holders, rank, "kv");
+    double host = comm_host().host;
+    bool crosses = comm_max(g->tp, host) != -comm_max(g->tp, -host);
+    if (comm_max(g->world, crosses) > 0)
+        say("warning: --tp %d: a group crosses hosts, and every block waits for its messages; best are "
+            "neighbours on "
+            "one host",
+            tp);
+}
+
 int main(int argc, char **argv) {
     struct sigaction on_stop = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     sigaction(SIGUSR1, &on_stop, NULL);
@@ -1187,7 +1339,7 @@ int main(int argc, char **argv) {
         enter_rest(world, MEM_CONTEXT);
         comm_use((Transport)c->comm);
     }
-    m.grid.dp = comm_split(world, 0, world->rank, "dp");
+    make_grid(c, &m.grid);
     if (trains) enter_rest(world, MEM_LIBRARIES);
     model_layout(&m);
     m.acts = host_alloc((size_t)c->layers + 1, sizeof *m.acts);
@@ -1250,8 +1402,7 @@ int main(int argc, char **argv) {
         if (val_data && !r.stop && (last || (c->eval_every && step % c->eval_every == 0)))
             report_validation(step, evaluate(&m));
     }
-    if (c->check_replicas && c->dp > 1 && c->zero < 3 &&
-        step / c->check_replicas > first_step / c->check_replicas)
+    if (c->check_replicas && has_replicas(c) && step / c->check_replicas > first_step / c->check_replicas)
         say("all copies of every weight are alike, bit by bit, at every step that --check-replicas looked at");
     if (r.stop) say("asked to end at step %ld%s", step, c->save ? ", saved" : "; nothing saved without --save");
     if (c->sample && !r.stop) sample(&m, c->sample, step);

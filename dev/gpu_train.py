@@ -6,8 +6,8 @@
 
 GPT-2 124M on sequences of 1,024 tokens, in bf16 and, where the card has it, in fp8: tokens a second and MFU, the median of the
 steps after the first five. Then the law: ten steps in fp32 on the GPU, by 1 rank and, where MPI is there, by 2 and 4 that
-share the GPU (--comm mpi) or, where there are as many, have one each (NCCL), at each ZeRO stage, give the loss (2e-5) and the
-gradient norm (2e-4) of the same run on one CPU rank.
+share the GPU (--comm mpi) or, where there are as many, have one each (NCCL), at each ZeRO stage and with the matrices cut among
+them (--tp, --sp), give the loss (2e-5) and the gradient norm (2e-4) of the same run on one CPU rank.
 Standard library only. Ends with 1 where the law is broken or a run fails.
 """
 import argparse
@@ -25,6 +25,12 @@ LOSS, NORM = 2e-5, 2e-4
 SMALL = "--layers 3 --heads 8 --hidden 64 --ffn 152 --seq 48 --lr 3e-3 --warmup 3 --steps 10 --eval-every 0".split()
 BATCH = 8  # sequences a step
 SECONDS = 60  # that a run may take
+ZERO = [["--zero", str(stage)] for stage in range(4)]
+LAYOUTS = {  # by ranks
+    1: [[]],
+    2: [*ZERO, ["--tp", "2"], ["--tp", "2", "--sp"]],
+    4: [*ZERO, ["--tp", "4"], ["--tp", "4", "--sp"], ["--tp", "2", "--sp", "--zero", "3"]],
+}
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", choices=["cuda", "emu"], default="cuda")
@@ -76,28 +82,29 @@ def the_law():
     if not mpi:
         print("one rank alone: no MPI here")
     good = True
-    print(f"\n{'against one CPU rank':34}{'loss':>12}{'norm':>12}")
+    print(f"\n{'against one CPU rank':48}{'loss':>12}{'norm':>12}")
     for arch in "gpt2", "llama":
         model = ["--arch", arch, *SMALL]
         want = run(cpu, *model, "--micro-batch", BATCH)
         if isinstance(want, str):
             print(f"the CPU run failed: {want}")
             return False
-        for ranks, comm in [(r, c) for r in ((1, 2, 4) if mpi else (1,)) for c in ("mpi", "nccl")]:
+        for ranks, comm in [(r, c) for r in (LAYOUTS if mpi else (1,)) for c in ("mpi", "nccl")]:
             if comm == "nccl" and not 1 < ranks <= gpus():
                 continue
-            for zero in range(4) if ranks > 1 else (0,):
-                name = f"{arch}, {ranks} rank{'s' * (ranks > 1)}, {comm}, zero {zero}"
-                layout = ["--zero", zero, "--micro-batch", BATCH // ranks, "--comm", comm]
+            for layout in LAYOUTS[ranks]:
+                tp = int(layout[1]) if layout[:1] == ["--tp"] else 1
+                name = " ".join([f"{arch}, {ranks} rank{'s' * (ranks > 1)}, {comm},", *layout])
+                layout = [*layout, "--micro-batch", BATCH // (ranks // tp), "--comm", comm]
                 got = run(here, *model, *layout, *(["--ranks", ranks] if ranks > 1 else []))
                 if isinstance(got, str):
-                    print(f"{name:34} failed: {got}")
+                    print(f"{name:48} failed: {got}")
                     good = False
                     continue
                 pairs = list(zip(steps(got), steps(want)))
                 loss, norm = (max(abs(a[k] / b[k] - 1) for a, b in pairs) for k in ("loss", "grad_norm"))
                 kept = len(pairs) == 10 and loss <= LOSS and norm <= NORM  # false for NaN
-                print(f"{name:34}{loss:12.1e}{norm:12.1e}{'' if kept else '   BROKEN'}")
+                print(f"{name:48}{loss:12.1e}{norm:12.1e}{'' if kept else '   BROKEN'}")
                 good &= kept
     return good
 

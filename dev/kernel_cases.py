@@ -230,7 +230,7 @@ def swiglu_backward(a, s):
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
 @case
-def cross_entropy_forward_backward(a, s):
+def cross_entropy_naive(a, s):  # the ladder's: the three steps in one
     args = [a.f32(s.N), a.floatX(s.N * s.Vp), a.tokens(s.N, s.V), 1.0 / s.N, s.N, s.V, s.Vp]
     return Case("", args, s.N * (s.V + s.Vp) * a.floatX_bytes + 8 * s.N)
 

@@ -268,7 +268,7 @@ def main():
         return
     lines, broken = rows(args.file)
     print(text(lines), end="")
-    sys.exit("\n".join(broken))
+    sys.exit("\n".join(broken) or None)
 
 
 if __name__ == "__main__":

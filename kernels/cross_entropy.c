@@ -2,12 +2,21 @@
 //
 //     loss = log Σ exp(logits) − logits[target]        dlogits = (softmax(logits) − onehot(target)) · dloss
 //
-//     a row of logits   |  0 … V−1: softmax  |  V … Vp−1: padding, takes no mass, gradient 0  |
+// The vocabulary lies in slices, one a rank; what lies apart meets in three numbers a row:
 //
+//     a row of logits   | rank 0's V columns | padding |     | rank 1's V columns | padding |    padding takes no mass,
+//     local               max, sum, target's logit             max, sum, target's logit          and has gradient 0
+//                               └────────────── the largest max of all ──────────────┘
+//     rescale             sum, from that max                   sum, from that max
+//                               └───────── all sums, and the target's logit ─────────┘
+//     global              loss, gradient                       loss, gradient
+//
+// A group of one has a slice that is all of the vocabulary: the same steps, and nothing to tell anyone.
 // The logits are by far the largest array of a small model, so their gradient takes their place. The row's maximum
 // is subtracted before exp, which then never overflows (Σ ≥ 1). A row belongs to one thread.
-// Cost: one read and one write of [N,Vp] from memory; a row's later passes find it in cache. exp is computed twice
-// rather than stored: in bf16 there is no place to keep it exactly.
+// Cost: two reads and one write of [N,Vp]; with dloss = 0 one read. exp is computed twice rather than stored: in bf16
+// there is no place to keep it exactly.
+// Source: Megatron-LM (Shoeybi et al. 2019, §3).
 #include "kernels/kernels.h"
 #include "kernels/vecmath.h"
 
@@ -37,7 +46,7 @@ typedef struct {
     float max, sum, target; // Σ exp(logits − max); the target's logit
 } Row;
 
-// The first half reads the logits of tokens [first, first + V). A row without a target is as one without logits.
+// A row without a target is as one without logits.
 static Row row_read(const floatX *row, int32_t token, int32_t first, size_t V) {
     if (token < 0) return (Row){-INFINITY, 0.0f, 0.0f};
     float max = row_max(row, V), sum = 0.0f;
@@ -48,7 +57,6 @@ static Row row_read(const floatX *row, int32_t token, int32_t first, size_t V) {
     return (Row){max, sum, target < V ? to_float(row[target]) : 0.0f};
 }
 
-// The second half makes them their gradient.
 static void row_write(floatX *row, float *loss, Row r, int32_t token, int32_t first, float dloss, size_t V,
                       size_t Vp) {
     *loss = token < 0 ? 0.0f : logf(r.sum) - (r.target - r.max);
@@ -62,17 +70,6 @@ static void row_write(floatX *row, float *loss, Row r, int32_t token, int32_t fi
     memset(row + V, 0, (Vp - V) * sizeof *row);
 }
 
-void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets, float dloss,
-                                    size_t N, size_t V, size_t Vp) {
-#pragma omp parallel for
-    for (size_t n = 0; n < N; n++) {
-        Row r = row_read(logits + n * Vp, targets[n], 0, V);
-        row_write(logits + n * Vp, losses + n, r, targets[n], 0, dloss, V, Vp);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------
-// A vocabulary in slices: the halves apart, and between them what the ranks tell each other.
 void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
                          int32_t first, size_t N, size_t V, size_t Vp) {
 #pragma omp parallel for
@@ -82,6 +79,7 @@ void cross_entropy_local(float *max, float *sum, float *target, const floatX *lo
     }
 }
 
+// One exp a row, beside 2·V: not worth a second thread.
 void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N) {
     for (size_t n = 0; n < N; n++)
         if (max[n] != global_max[n]) // a sum of nothing (both −inf) stays 0

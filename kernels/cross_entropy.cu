@@ -1,16 +1,17 @@
-// cross_entropy on a GPU: a block a row, which it reads twice and writes once.
+// cross_entropy on a GPU; cross_entropy.c says what its three steps compute, and why there are three.
 //
-//     first pass    a thread   keeps its largest logit so far and Σ exp(x − largest); when the largest grows, the sum
-//                              is rescaled to it (Milakov & Gimelshein 2018)
-//                   the block  takes the largest of all, and the sum of the sums, rescaled to that
-//     second pass   logits become (softmax − onehot) · dloss, in place, from the row's end to its beginning: what was
-//                   read last is still in cache
+//     local     a block a row:  a thread keeps its largest logit so far and Σ exp(x − largest); when the largest grows,
+//                               the sum is rescaled to it (Milakov & Gimelshein 2018). The block takes the largest of
+//                               all, and the sum of the sums, rescaled to that.
+//     rescale   a thread a row
+//     global    a block a row:  logits become (softmax − onehot) · dloss, in place: a thread writes no vector but the
+//                               one that it has just read
 //
-// In place is safe: a thread writes no vector but the one that it has just read, and the target's logit is read before
-// the barriers that end the first pass. Where rows do not start at multiples of 16 bytes, a vector is one element.
-// NaN finds its way through the sum: fmaxf forgets it, exp does not.
-// Cost: 2 reads of [N,V] and 1 write of [N,Vp], the second read mostly from cache; with dloss = 0 one read. Two exp
-// an element, in bf16 one instruction each: at 16 a clock and multiprocessor they take less time than the bytes.
+// Where rows do not start at multiples of 16 bytes, a vector is one element. NaN finds its way through the sum: fmaxf
+// forgets it, exp does not.
+// Cost: 2 reads of [N,V] and 1 write of [N,Vp]; with dloss = 0 one read. A kernel that did all of it would find a row's
+// second read in cache, but has to know all of the row: the ladder's does, of a vocabulary that is not cut. Two exp an
+// element, in bf16 one instruction each: at 16 a clock and multiprocessor they take less time than the bytes.
 #include <math.h>
 #include "kernels/cuda.cuh"
 #include "kernels/ladder.h"
@@ -33,7 +34,7 @@ struct MaxSum {
     float max, sum;
 };
 
-// The first pass: max, and Σ exp(x − max), of V logits (none: −inf, 0). All threads get it.
+// max, and Σ exp(x − max), of V logits (none: −inf, 0). All threads get it.
 template <int W> static __device__ inline MaxSum row_max_sum(const floatX *row, int V) {
     __shared__ float shared_max[WARP], shared_sum[WARP];
     float max = -INFINITY, sum = 0.0f;
@@ -52,22 +53,19 @@ template <int W> static __device__ inline MaxSum row_max_sum(const floatX *row, 
     return row_s;
 }
 
-// The second pass: columns [0, V) become their gradient, those up to Vp 0; target is a column, or none of them.
+// Columns [0, V) become their gradient, those up to Vp 0; target is a column, or none of them.
 template <int W>
 static __device__ inline void row_gradient(floatX *row, MaxSum s, int target, float dloss, int V, int Vp) {
     float share = 1.0f / s.sum;
-    for (int step = (Vp - 1) / (THREADS * W); step >= 0; step--) {
-        int v = (step * THREADS + threadIdx.x) * W;
-        if (IN_RANGE(v < Vp)) {
-            float x[W] = {};
-            if (v < V) load_floats<W>(x, row + v);
-            for (int i = 0; i < W; i++) {
-                float p = exp_of(x[i] - s.max) * share;
-                x[i] = (v + i == target ? p - 1.0f : p) * dloss;
-            }
-            set_padding<W>(x, v, V, 0.0f);
-            store_floats<W>(row + v, x);
+    for (int v = threadIdx.x * W; v < Vp; v += THREADS * W) {
+        float x[W] = {};
+        if (v < V) load_floats<W>(x, row + v);
+        for (int i = 0; i < W; i++) {
+            float p = exp_of(x[i] - s.max) * share;
+            x[i] = (v + i == target ? p - 1.0f : p) * dloss;
         }
+        set_padding<W>(x, v, V, 0.0f);
+        store_floats<W>(row + v, x);
     }
 }
 
@@ -75,30 +73,6 @@ static __device__ inline float loss_of(MaxSum s, float target_logit) {
     return logf(s.sum) - (target_logit - s.max);
 }
 
-template <int W>
-static __global__ void __launch_bounds__(THREADS, 3)
-    cross_entropy_kernel(float *losses, floatX *logits, const int32_t *targets, float dloss, int V, int Vp) {
-    floatX *row = logits + (size_t)blockIdx.x * Vp;
-    int target = targets[blockIdx.x];
-    bool counts = target >= 0;
-    if (!counts) V = 0; // all of the row is padding
-    float target_logit = counts && threadIdx.x == 0 ? to_float(row[target]) : 0.0f;
-    MaxSum s = row_max_sum<W>(row, V);
-    if (threadIdx.x == 0) losses[blockIdx.x] = counts ? loss_of(s, target_logit) : 0.0f;
-    if (dloss != 0.0f) row_gradient<W>(row, s, target, dloss, V, Vp);
-}
-
-void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets, float dloss,
-                                    size_t N, size_t V, size_t Vp) {
-    if (aligned16(Vp * sizeof(floatX), logits))
-        cross_entropy_kernel<VECTOR><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
-    else
-        cross_entropy_kernel<1><<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
-    launched("cross_entropy");
-}
-
-// ---------------------------------------------------------------------------------------------------------
-// A vocabulary in slices: the two passes apart, and between them maxima and sums of all slices meet.
 template <typename T> struct Rows { // [N]
     T *max, *sum, *target;
 };
@@ -110,7 +84,7 @@ static __global__ void __launch_bounds__(THREADS, 3)
     size_t n = blockIdx.x;
     const floatX *row = logits + n * Vp;
     int target = targets[n] - first;
-    if (targets[n] < 0) V = 0;
+    if (targets[n] < 0) V = 0; // all of the row is padding
     MaxSum s = row_max_sum<W>(row, V);
     if (threadIdx.x == 0) {
         r.max[n] = s.max;
@@ -131,9 +105,10 @@ static __global__ void __launch_bounds__(THREADS, 3)
                        Rows<const float> r, float dloss, int V, int Vp) {
     size_t n = blockIdx.x;
     MaxSum s = {r.max[n], r.sum[n]};
-    bool counts = targets[n] >= 0;
+    int target = targets[n];
+    bool counts = target >= 0;
     if (threadIdx.x == 0) losses[n] = counts ? loss_of(s, r.target[n]) : 0.0f;
-    if (dloss != 0.0f) row_gradient<W>(logits + n * Vp, s, targets[n] - first, dloss, counts ? V : 0, Vp);
+    if (dloss != 0.0f) row_gradient<W>(logits + n * Vp, s, target - first, dloss, counts ? V : 0, Vp);
 }
 
 void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
@@ -174,7 +149,8 @@ static __global__ void __launch_bounds__(THREADS, 3)
     int target = targets[blockIdx.x];
     bool counts = target >= 0;
     if (!counts) V = 0;
-    float target_logit = counts && threadIdx.x == 0 ? to_float(row[target]) : 0.0f;
+    float target_logit =
+        counts && threadIdx.x == 0 ? to_float(row[target]) : 0.0f; // before its gradient stands there
     MaxSum s = {-INFINITY, 0.0f};
     for (int v = threadIdx.x; v < V; v += THREADS) s.max = fmaxf(s.max, to_float(row[v]));
     s.max = block_max(s.max, shared_max);
@@ -184,8 +160,8 @@ static __global__ void __launch_bounds__(THREADS, 3)
     if (dloss != 0.0f) row_gradient<1>(row, s, target, dloss, V, Vp);
 }
 
-void cross_entropy_forward_backward_naive(float *losses, floatX *logits, const int32_t *targets, float dloss,
-                                          size_t N, size_t V, size_t Vp) {
+void cross_entropy_naive(float *losses, floatX *logits, const int32_t *targets, float dloss, size_t N, size_t V,
+                         size_t Vp) {
     cross_entropy_naive_kernel<<<N, THREADS, 0, compute_stream>>>(losses, logits, targets, dloss, V, Vp);
     launched("cross_entropy_naive");
 }

@@ -8,6 +8,7 @@
 // Added as they come, two threads could meet in one row: atomics, and a sum in another order each time. Instead the
 // places are sorted by token (a counting sort), each row has one owner, and its sum runs in the order of the places,
 // in fp32, and joins the table in one rounding.
+// A token of −1 has its row on another rank: here it stands for a row of zeros, and is not among the sorted places.
 // Cost: reads and writes N·C elements; the sort is O(N + V) and not worth a second thread.
 #include "kernels/kernels.h"
 
@@ -16,13 +17,18 @@ void embedding_forward(floatX *out, const int32_t *tokens, const floatX *wte, co
 #pragma omp parallel for collapse(2)
     for (size_t b = 0; b < B; b++) {
         for (size_t t = 0; t < T; t++) {
-            floatX *o = out + (b * T + t) * C;
-            const floatX *token = wte + (size_t)tokens[b * T + t] * C;
-            if (!wpe) {
-                memcpy(o, token, C * sizeof *o);
+            size_t n = b * T + t;
+            floatX *o = out + n * C;
+            const floatX *token = tokens[n] < 0 ? NULL : wte + (size_t)tokens[n] * C;
+            const floatX *position = wpe ? wpe + (size_t)positions[t] * C : NULL;
+            if (!token && !position) {
+                memset(o, 0, C * sizeof *o);
                 continue;
             }
-            const floatX *position = wpe + (size_t)positions[t] * C;
+            if (!token || !position) {
+                memcpy(o, token ? token : position, C * sizeof *o);
+                continue;
+            }
 #pragma omp simd
             for (size_t c = 0; c < C; c++) o[c] = to_floatX(to_float(token[c]) + to_float(position[c]));
         }
@@ -53,21 +59,24 @@ void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const in
                         const int32_t *positions, size_t B, size_t T, size_t C, size_t V, void *workspace) {
     size_t N = B * T;
     size_t *end = workspace;  // [V], while sorting: where the next place of each token goes; after it: its end
-    size_t *places = end + V; // [N], sorted by token
+    size_t *places = end + V; // those whose token has its row here, sorted by token: `held` of N
+    size_t held = 0;
     memset(end, 0, V * sizeof *end);
-    for (size_t i = 0; i < N; i++) end[tokens[i]]++;
-    for (size_t v = 0, start = 0; v < V; v++) {
+    for (size_t i = 0; i < N; i++)
+        if (tokens[i] >= 0) end[tokens[i]]++;
+    for (size_t v = 0; v < V; v++) {
         size_t count = end[v];
-        end[v] = start;
-        start += count;
+        end[v] = held;
+        held += count;
     }
-    for (size_t i = 0; i < N; i++) places[end[tokens[i]]++] = i;
+    for (size_t i = 0; i < N; i++)
+        if (tokens[i] >= 0) places[end[tokens[i]]++] = i;
 
 #pragma omp parallel
     {
         // dynamic, because one token may stand in most places
 #pragma omp for collapse(2) schedule(dynamic, 16) nowait
-        for (size_t i = 0; i < N; i++) {
+        for (size_t i = 0; i < held; i++) {
             for (size_t c = 0; c < C; c += CHANNELS) {
                 int32_t token = tokens[places[i]];
                 bool first = i == 0 || tokens[places[i - 1]] != token;

@@ -21,7 +21,7 @@
 //                       into the table   ↓ fp32, and a second kernel adds these, in order
 //
 // so that a token that stands everywhere is not one warp's work, and no order is left to chance: no atomics but
-// counts.
+// counts. Tokens of −1, whose rows are another rank's, are sorted as token V: the last run, which no warp adds.
 // Bytes: forward reads 2 rows and writes 1 a token. Backward reads dout once for each table, and reads and
 // writes each row that has a token here. The integers, those of the sort and those by which a warp finds its
 // run, are many requests and few sectors: at C = 768 in bf16 a third of the bytes asked for, an eighth of the
@@ -45,11 +45,12 @@ static __global__ void __launch_bounds__(THREADS)
                              const int32_t *positions, size_t N, size_t T, size_t C) {
     const size_t n = (size_t)blockIdx.x * WARPS + threadIdx.x / WARP;
     if (!IN_RANGE(n < N)) return;
-    const floatX *token = wte + tokens[n] * C, *position = wpe ? wpe + positions[n % T] * C : NULL;
+    const floatX *token = tokens[n] < 0 ? NULL : wte + tokens[n] * C,
+                 *position = wpe ? wpe + positions[n % T] * C : NULL;
     for (size_t c = threadIdx.x % WARP * V; c < C; c += WARP * V) {
-        float x[V], p[V];
-        load_floats<V>(x, token + c);
-        if (wpe) {
+        float x[V] = {}, p[V];
+        if (token) load_floats<V>(x, token + c);
+        if (position) {
             load_floats<V>(p, position + c);
             for (int k = 0; k < V; k++) x[k] += p[k];
         }
@@ -77,14 +78,15 @@ struct Pass {
     const uint32_t *order;
     const int32_t *tokens;
     uint32_t *count; // [stretches, DIGITS], then where the next one goes
-    unsigned N, shift;
+    unsigned N, V, shift;
 };
 
 static __device__ inline unsigned place_at(const Pass &p, unsigned i) {
     return p.order ? p.order[i] : i;
 }
 static __device__ inline unsigned digit_of(const Pass &p, unsigned place) {
-    return (unsigned)p.tokens[place] >> p.shift & (DIGITS - 1);
+    const unsigned token = min((unsigned)p.tokens[place], p.V); // −1 is the largest of all
+    return token >> p.shift & (DIGITS - 1);
 }
 
 static __global__ void __launch_bounds__(THREADS) count_kernel(Pass p) {
@@ -137,12 +139,13 @@ static __global__ void __launch_bounds__(THREADS) scatter_kernel(uint32_t *sorte
     }
 }
 
-// first[token] and end[token] of each run; the tokens that do not stand here keep nothing.
+// first[token] and end[token] of each run, but that of −1; the tokens that do not stand here keep nothing.
 static __global__ void __launch_bounds__(THREADS)
     runs_kernel(uint32_t *first, uint32_t *end, const uint32_t *sorted, const int32_t *tokens, unsigned N) {
     const unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (!IN_RANGE(i < N)) return;
     const int32_t token = tokens[sorted[i]];
+    if (!IN_RANGE(token >= 0)) return;
     const bool as_before = IN_RANGE(i > 0) && tokens[sorted[i - 1]] == token;
     const bool as_after = IN_RANGE(i + 1 < N) && tokens[sorted[i + 1]] == token;
     if (!as_before) first[token] = i;
@@ -191,6 +194,7 @@ static __global__ void __launch_bounds__(THREADS)
     const size_t c = ((size_t)blockIdx.y * WARP + threadIdx.x % WARP) * V;
     if (!IN_RANGE(i < r.N && c < C)) return;
     const int32_t token = r.tokens[r.sorted[i]];
+    if (!IN_RANGE(token >= 0)) return;
     const unsigned first = r.first[token], end = r.end[token];
     if ((i - first) % PART) return;
     float sum[V];
@@ -207,6 +211,7 @@ static __global__ void __launch_bounds__(THREADS) add_long_runs_kernel(floatX *d
     const size_t c = ((size_t)blockIdx.y * WARP + threadIdx.x % WARP) * V;
     if (!IN_RANGE(i < r.N && c < C)) return;
     const int32_t token = r.tokens[r.sorted[i]];
+    if (!IN_RANGE(token >= 0)) return;
     const unsigned end = r.end[token];
     if (r.first[token] != i || end - i <= PART) return;
     float sum[V], rest[V];
@@ -260,7 +265,7 @@ void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const in
              *end = first + V;
     uint32_t *sorted = end + V, *other = sorted + N;
 
-    Pass p = {NULL, tokens, count, N, 0};
+    Pass p = {NULL, tokens, count, N, (unsigned)V, 0};
     const unsigned blocks = ceil_div<size_t>(stretches(N), WARPS);
     do {
         count_kernel<<<blocks, THREADS, 0, compute_stream>>>(p);
@@ -272,7 +277,7 @@ void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const in
         p.order = sorted;
         std::swap(sorted, other);
         p.shift += 8;
-    } while ((V - 1) >> p.shift);
+    } while (V >> p.shift);
     runs_kernel<<<ceil_div<size_t>(N, THREADS), THREADS, 0, compute_stream>>>(first, end, p.order, tokens, N);
     launched("runs");
 

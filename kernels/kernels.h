@@ -43,9 +43,11 @@ extern bool matmul_inputs_bf16;
 // embedding: a row of the token table plus a row of the position table.
 // out [B,T,C], tokens [B,T] in [0,V), wte [V,C], wpe [.,C] or NULL, positions [T]: the global position of each
 // local token (the same for every sequence).
+// Where wte is a slice of the vocabulary, −1 is a token that it does not hold: its row of wte counts as zeros.
 void embedding_forward(floatX *out, const int32_t *tokens, const floatX *wte, const floatX *wpe,
                        const int32_t *positions, size_t B, size_t T, size_t C);
 // dwte [V,C] += , dwpe += (or NULL). Tokens are sorted first, so that each row has one owner and no atomics.
+// A token of −1 adds nothing to dwte; to dwpe it does.
 void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, const int32_t *tokens,
                         const int32_t *positions, size_t B, size_t T, size_t C, size_t V, void *workspace);
 size_t embedding_backward_workspace(size_t B, size_t T, size_t C, size_t V);
@@ -186,19 +188,17 @@ typedef void ActivationBackward(floatX *dinp, const floatX *dout, const floatX *
 ActivationBackward gelu_backward, swiglu_backward;
 
 // ---------------------------------------------------------------------------------------------------------
-// cross_entropy: losses [N] = log Σ exp(logits) − logits[target], over the true vocabulary V of rows Vp wide.
-// A target of −1 marks a row without one: loss 0, gradient 0.
+// cross_entropy: losses [N] = log Σ exp(logits) − logits[target], over the whole vocabulary.
+// A target [N] of −1 marks a row without one: loss 0, gradient 0.
 // logits [N,Vp] become their own gradient, (softmax − onehot) · dloss, 0 in the padding; with dloss = 0 (evaluation,
 // sampling) they are left as they are.
-void cross_entropy_forward_backward(float *losses, floatX *logits, const int32_t *targets, float dloss,
-                                    size_t N, size_t V, size_t Vp);
-
-// The same where each rank holds a slice of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3): tokens
-// [first, first + V), in V columns of rows Vp wide. No logit leaves its rank, only three numbers a row do:
+// A rank holds a slice of the vocabulary (Megatron-LM, Shoeybi et al. 2019, §3), tokens [first, first + V), in the first V
+// columns of rows Vp wide; targets are tokens of the whole. No logit leaves its rank, only three numbers a row do, between
+// three steps (a rank that holds all of it has nobody to tell, and hands its own numbers on, max as global_max):
 //   cross_entropy_local    max, sum [N] = Σ exp(logits − max), target [N] = the target's logit, 0 where another holds it;
 //                          −inf and 0 where all logits are −inf, or there is no target (all-reduce by maximum: global_max)
 //   cross_entropy_rescale  sum becomes Σ exp(logits − global_max)          (all-reduce by sum: sum, target)
-//   cross_entropy_global   losses, and logits become their gradient, as above, from global_max and the sums over ranks
+//   cross_entropy_global   losses, and logits become their gradient, from global_max and the sums over ranks
 void cross_entropy_local(float *max, float *sum, float *target, const floatX *logits, const int32_t *targets,
                          int32_t first, size_t N, size_t V, size_t Vp);
 void cross_entropy_rescale(float *sum, const float *max, const float *global_max, size_t N);

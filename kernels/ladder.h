@@ -15,10 +15,10 @@ NormForward layernorm_forward_naive, layernorm_forward_warp;
 ActivationForward gelu_forward_naive;
 
 // cross_entropy
-// naive: three passes over a row, its maximum, its sum and its gradient, an element at a time. Then maximum and sum in one
-// pass, 16 bytes a load.
-void cross_entropy_forward_backward_naive(float *losses, floatX *logits, const int32_t *targets, float dloss,
-                                          size_t N, size_t V, size_t Vp);
+// naive: the three steps in one, of a vocabulary that is not cut: three passes over a row, its maximum, its sum and its
+// gradient, an element at a time. Then maximum and sum in one pass, 16 bytes a load.
+void cross_entropy_naive(float *losses, floatX *logits, const int32_t *targets, float dloss, size_t N, size_t V,
+                         size_t Vp);
 
 // adamw
 // naive: an element a thread, a launch for each piece of the bucket that decays or does not. Then one launch, 4 elements a

@@ -1,6 +1,6 @@
 // What may go wrong in a run, by order of FAULT=KIND:RANK:N (and :SECONDS for sleep): on that rank,
 //
-//     skip    its N-th reduction over "dp" is left out             stop    there the process stops itself (SIGSTOP)
+//     skip    its N-th reduction over dp is left out               stop    there the process stops itself (SIGSTOP)
 //     swap    it starts after the next collective of the group     sleep   there it does nothing, for ever or SECONDS
 //     nan     the N-th matmul_backward_weight writes a NaN         flip    after the N-th adamw_update a weight differs
 //     deaf    its first N calls of rank 0's watchdog are refused           in its lowest bit
@@ -8,6 +8,7 @@
 //     drift   as flip, a second moment                             master  as flip, an fp32 master
 //     late    the launcher takes SECONDS to hear that the rank ends the job (N does not matter)
 //
+// The first four over another group: skip@tp, stop@tp, sleep@tp. (What is awaited at once cannot be swapped.)
 // Nothing of that is in the program: it is linked anew, with --wrap for the functions below (see the Makefile).
 #include "kernels/kernels.h"
 #include "runtime/comm.h"
@@ -25,17 +26,24 @@
 
 static struct {
     char kind[16];
+    const char *group;
     int rank, n;
     double seconds;
 } fault;
 
+static void read_order(void) {
+    if (fault.n) return;
+    fault.seconds = 1e9;
+    const char *order = getenv("FAULT");
+    if (!order || sscanf(order, "%15[^:]:%d:%d:%lf", fault.kind, &fault.rank, &fault.n, &fault.seconds) < 3)
+        fail_all(EXIT_USAGE, "FAULT is not KIND:RANK:N");
+    char *at = strchr(fault.kind, '@');
+    if (at) *at = 0;
+    fault.group = at ? at + 1 : "dp";
+}
+
 static bool ordered(const char *kind) {
-    if (!fault.n) {
-        fault.seconds = 1e9;
-        const char *order = getenv("FAULT");
-        if (!order || sscanf(order, "%15[^:]:%d:%d:%lf", fault.kind, &fault.rank, &fault.n, &fault.seconds) < 3)
-            fail_all(EXIT_USAGE, "FAULT is not KIND:RANK:N");
-    }
+    read_order();
     return strcmp(kind, fault.kind) == 0 && launch_rank() == fault.rank;
 }
 
@@ -81,7 +89,8 @@ static uint64_t started_on(const Comm *c) {
 static Work pass(Call c) {
     static int skips, swaps, stops, sleeps;
     static Call later; // a call that waits for the next one to pass it
-    if (strcmp(c.comm->name, "dp") != 0) return start(c);
+    read_order();
+    if (strcmp(c.comm->name, fault.group) != 0) return start(c);
     if (c.op != OP_ALL_GATHER) {
         if (happens("stop", &stops)) raise(SIGSTOP);
         if (happens("sleep", &sleeps)) sleep_at_fault();

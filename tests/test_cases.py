@@ -4,6 +4,7 @@
 or the file, the value, and where there is one the nearest right value.
 """
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 
 import reference
 from conftest import build, make_text, run_program
+from test_trace import Trace
 
 USAGE, RUNTIME = 2, 3
 SANITIZE = "address,undefined"
@@ -119,7 +121,9 @@ CASES = {
     "heads over kv-heads": ("--kv-heads 3", 2, r"--kv-heads\b.* 3; nearest"),
     "kv-heads above heads": ("--kv-heads 8", 2, r"--kv-heads\b.* 8; nearest"),
     "odd heads with rotation": ("--arch llama --hidden 12", 2, r"--hidden 12: 3 channels a head .*nearest: 16$"),
-    "dp": ("--dp 3", 2, r"--dp 3: the run has (1 rank; nearest: 1|2 ranks; nearest: 2)$"),
+    "dp": ("--dp 3", 2, r"--dp 3: the run has (1 rank\b.*; nearest: 1|2 ranks\b.*; nearest: 2)$"),
+    "tp over heads": ("--heads 8 --tp 3", 2, r"--tp 3 does not divide 8 attention heads; nearest: 2 or 4$"),
+    "tp beyond ranks": ("--tp 4", 2, r"--tp 4: needs 4 ranks, .*; the run has [12]; nearest: --ranks 4, or --tp [12]$"),
     "batch-tokens": (
         "--batch-tokens 1000", 2, r"--batch-tokens 1000: not a multiple of .* = (128; .* 896|256; .* 768) or 1024$"),
     "batch-tokens below one batch": ("--batch-tokens 100", 2, r"--batch-tokens 100: .*nearest: (128|256)$"),
@@ -187,6 +191,7 @@ def place(tmp_path_factory):
     d = tmp_path_factory.mktemp("cases")
     for name, size in {"text": 20_000, "exact": 4 * 32, "short": 200, "window": 32, "one": 1, "empty": 0}.items():
         (d / f"{name}.txt").write_bytes(make_text(size))
+    (d / "three.txt").write_bytes(bytes(i % 3 for i in range(5000)))
     (d / "empty_dir").mkdir()
     tokens = np.arange(5000) % 200
     shard(d / "good.bin", tokens)
@@ -294,6 +299,7 @@ FAULTY = "tests/train_with_faults"  # faults.c: what happens on one rank alone
     (0, 2, 1, 9 + 3, "blocks.1.mlp.up"), (1, 3, 2, 9 + 6, "blocks.0.mlp.down"),
     (2, 2, 0, 3, "blocks.1.mlp.up"), (2, 3, 1, 9 + 1, "wte"),
     (3, 2, 1, 5, "blocks.1.attention.k"), (3, 4, 3, 9 + 8, "blocks.0.attention.out"),
+    ("0 --tp 2 --sp", 2, 1, 9 + 3, "blocks.1.mlp.up"),
 ])  # fmt: skip
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_not_a_number_on_one_rank(zero, ranks, who, call, parameter, precision, place):
@@ -306,17 +312,33 @@ def test_not_a_number_on_one_rank(zero, ranks, who, call, parameter, precision, 
     check(r, place, RUNTIME, rf"step 1: the loss is \d.*, the gradient's norm -?nan; {began}")
 
 
+def one_replica_differs(place, kind, who, call, line, flags, ranks, precision="fp32"):
+    """A bit of one weight (a moment, a master), flipped on one rank after an update (four: a bucket each) of step 2."""
+    env = {**CPU_ENV, "FAULT": f"{kind}:{who}:{4 + call}"}
+    run = words(f"--micro-batch 2 --check-replicas 2 --save unsaved --steps 6 {flags}".strip())
+    r = run_program(build(precision, program=FAULTY), run, ranks, timeout=SECONDS, cwd=place, env=env)
+    check(r, place, RUNTIME, rf"step 2: rank {who}'s copy of {line}$")
+
+
 @pytest.mark.parametrize("ranks, who, call, bucket", [
     (2, 1, 1, "w[tp]e"), (3, 0, 2, r"blocks\.0\."), (3, 1, 4, r"norm\."), (4, 2, 3, r"blocks\.1\."),
 ])  # fmt: skip
 @pytest.mark.parametrize("precision, kind", [("fp32", "flip"), ("bf16", "flip"), ("fp32", "drift"), ("bf16", "master")])
 def test_one_replica_differs(ranks, who, call, bucket, precision, kind, place):
-    """One bit of one weight (a moment, a master), flipped on one rank after an update (four: a bucket each) of step 2."""
-    env = {**CPU_ENV, "FAULT": f"{kind}:{who}:{4 + call}"}
-    run = words("--micro-batch 2 --check-replicas 2 --save unsaved --steps 6")
-    r = run_program(build(precision, program=FAULTY), run, ranks, timeout=SECONDS, cwd=place, env=env)
     others = "rank 0's" if ranks == 2 else "the other ranks'"
-    check(r, place, RUNTIME, rf"step 2: rank {who}'s copy of {bucket}[\w.]+ differs from {others}$")
+    one_replica_differs(place, kind, who, call, rf"{bucket}[\w.]+ differs from {others}", "", ranks, precision)
+
+
+@pytest.mark.parametrize("flags, ranks, kind, who, call, line", [
+    ("--tp 2 --sp", 2, "flip", 1, 4, "norm.bias differs from rank 0's"),  # every tp rank has all of a norm,
+    ("--tp 2", 4, "flip", 1, 4, "norm.bias differs from the other ranks'"),  # and every rank of dp, too
+    ("--tp 2 --zero 3", 4, "flip", 3, 4, "norm.bias differs from rank 2's"),  # or a shard of it
+    ("--tp 2 --zero 1", 4, "drift", 1, 4, "norm.weight differs from rank 0's"),  # of which the moments always are
+    ("--tp 2", 4, "flip", 3, 1, "wte.weight differs from rank 1's"),  # a slice of the vocabulary, the same over dp
+    ("--tp 4 --arch llama --kv-heads 2 --ffn 8", 4, "flip", 3, 2, "blocks.0.attention.v.weight differs from rank 2's"),
+])  # fmt: skip
+def test_one_replica_differs_over_tp(flags, ranks, kind, who, call, line, place):
+    one_replica_differs(place, kind, who, call, line, flags, ranks)
 
 
 def test_ranks_that_do_not_fit_the_launcher(place):
@@ -329,11 +351,56 @@ def test_ranks_that_do_not_fit_the_launcher(place):
 @pytest.mark.parametrize("flags, pattern", [
     ("--ranks 0", r"--ranks 0: outside 1 to"),
     ("--ranks 2.5", r"--ranks 2.5: not a whole number"),
-    ("--ranks 2 --dp 3", r"--dp 3: the run has 2 ranks; nearest: 2$"),
+    ("--ranks 2 --dp 3", r"--dp 3: the run has 2 ranks\b.*; nearest: 2$"),
     ("--ranks", r"--ranks: needs a value"),
+    ("--ranks 6 --tp 4", r"--tp 4: needs 4 ranks, .*; the run has 6; nearest: --ranks 4 or 8, or --tp 2$"),
+    ("--ranks 4 --tp 2 --dp 3", r"--dp 3: the run has 4 ranks and --tp 2; nearest: 2$"),
+    ("--ranks 16 --tp 16", r"--tp 16 does not divide 4 attention heads; nearest: 4$"),
+    ("--ranks 4 --tp 4 --heads 6 --kv-heads 2 --hidden 48", r"--tp 4 does not divide 6 .*; nearest: 2 or 6$"),
+    ("--ranks 3 --tp 3 --heads 6 --kv-heads 2 --hidden 48",
+     r"--tp 3 can neither split nor copy 2 key/value heads evenly; nearest: 2 or 6$"),
+    ("--ranks 4 --tp 4 --ffn 6", r"--tp 4 does not divide --ffn 6; nearest: 2$"),
+    ("--ranks 4 --tp 4 --vocab 3 --data three.txt", r"--tp 4 is more than the 3 tokens of the vocabulary; nearest: 2$"),
+    ("--ranks 4 --tp 4 --sp --seq 62", r"--seq 62: --sp cuts it into --tp 4 equal parts; nearest: 60 or 64$"),
+    ("--ranks 4 --tp 4 --sp --seq 3", r"--seq 3: --sp cuts it into --tp 4 equal parts; nearest: 4$"),
+    ("--tp 0", r"--tp 0: outside 1 to .*nearest: 1$"),
+    ("--tp x", r"--tp x: not a whole number"),
+    ("--tp --sp", r"--tp: needs a value"),
+    ("--ranks 4 --tp 2 --batch-tokens 200", r"--batch-tokens 200: not a multiple of .* dp = 256; nearest: 256$"),
+    ("--dry-run --ranks 16 --tp 8 --heads 8 --dp 4", r"--dp 4: the run has 16 ranks and --tp 8; nearest: 2$"),
+    ("--explain --tp 3", r"--tp 3 does not divide 4 attention heads; nearest: 2 or 4$"),
 ])  # fmt: skip
 def test_ranks(flags, pattern, place):
     check(run_program(build(), words(flags), timeout=SECONDS, cwd=place, env=CPU_ENV), place, USAGE, pattern)
+
+
+@pytest.mark.parametrize("flags, world", [
+    ("--tp 8", 8), ("--dp 4 --tp 8", 32), ("--ranks 16 --tp 8 --sp", 16),
+    ("--tp 6 --heads 6 --kv-heads 2 --hidden 48", 6),
+])  # fmt: skip
+def test_one_process_answers_for_any_grid(flags, world, place):
+    r = run_program(build(), ["--dry-run", "--json", *flags.split()], timeout=SECONDS, cwd=place, env=CPU_ENV)
+    assert r.code == 0 and not r.stderr and json.loads(r.stdout)["world"] == world, f"{r}"
+
+
+def test_norms_have_copies_at_every_stage(place):
+    """Over tp, so that here --check-replicas does something, and --no-overlap, too."""
+    flags = words("--tp 2 --sp --zero 3 --check-replicas 1 --no-overlap --steps 1")
+    r = run_program(build(), flags, 2, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    assert r.code == 0 and re.findall("^(.*) changes nothing: ", r.stdout, re.M) == ["--zero 3"], f"{r}"
+    assert "all copies of every weight are alike" in r.stdout, f"{r}"
+
+
+def test_no_overlap_over_tp(place):
+    """Without it, what W needs is on its way as soon as what I needs, and is waited for, has come."""
+    for switch in ("", " --no-overlap"):
+        flags = words(f"--tp 2 --sp --steps 2 --quiet --trace {place / 'trace'}{switch}")
+        r = run_program(build(), flags, 2, timeout=SECONDS, cwd=place, env=CPU_ENV)
+        assert r.code == 0, f"{r}"
+        rank = Trace(place / "trace").spans[0]
+        waits = [s for s in rank["compute"] if s.name == "wait for all_gather"]
+        inside = [(a, b) for a in waits for b in rank["tp"] if a.begin < b.begin < a.end]
+        assert waits and rank["tp"] and bool(inside) == (not switch), inside
 
 
 @pytest.mark.parametrize("flag", ["--log", "--trace"])
@@ -414,8 +481,7 @@ def test_full_disk_for_the_log(small_disk, place):
 
 
 # ---- under the sanitizers, what is legal ---------------------------------------------------------------------------
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", [
+SANITIZED = [
     "--arch gpt2 --attention flash --recompute none",
     "--arch gpt2 --attention naive --recompute selective --vocab 261",
     "--arch llama --attention flash --recompute full --kv-heads 2 --seq 19",
@@ -424,7 +490,14 @@ def test_full_disk_for_the_log(small_disk, place):
     "--arch gpt2 --zero 2 --ffn 77 --check-replicas 2 --no-overlap",
     "--arch llama --zero 3 --ffn 77 --layers 3",
     "--arch llama --zero 3 --tie --bucket-mb 1000 --lazy-optimizer",
-])  # fmt: skip
+]  # fmt: skip
+OVER_TP = [
+    "--arch gpt2 --tp 2 --sp --vocab 261 --zero 2 --check-replicas 2",
+    "--arch llama --tp 2 --kv-heads 1 --recompute full --attention naive --grad-accum-fp32",
+]
+
+
+@pytest.mark.parametrize("options, ranks", [*((o, n) for n in (1, 2) for o in SANITIZED), *((o, 2) for o in OVER_TP)])
 def test_sanitized_training(options, ranks, place, tmp_path):
     """Training, evaluation, a sample, a save and a resume without a word from ASan or UBSan."""
     run = words(f"{options} --accum 2 --eval-every 2 --save {tmp_path}/ckpt --sample 40")

@@ -17,7 +17,7 @@ from test_comm import alive, children
 
 TIMEOUT = 3  # of the program's watchdog
 START = 15  # seconds that the tests allow a job to start in, on a machine with something else to do
-MODEL = f"--layers 2 --hidden 32 --heads 2 --seq 16 --micro-batch 1 --quiet --data {ROOT}/README.md".split()
+MODEL = f"--layers 2 --hidden 32 --heads 4 --seq 16 --micro-batch 1 --quiet --data {ROOT}/README.md".split()
 ENDLESS = [*MODEL, "--steps", "1000000", "--timeout", TIMEOUT]
 
 
@@ -38,21 +38,31 @@ def culprit(stderr):
     return lines[0][len("train: ") :]
 
 
-STEP = r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier) \d+ of (dp|world)( \(\d+ \w+\))?"
+STEP = r"(all_reduce|all_reduce_max|reduce_scatter|all_gather|broadcast|barrier) \d+ of (dp|tp|world)( \(\d+ \w+\))?"
 
 
 # ---- faults from within (faults.c) ----------------------------------------------------------------------------------
 FAULTS = {"kind": ["stop", "sleep", "skip", "swap"], "where": [(2, 0), (2, 1), (3, 1), (4, 3)], "zero": [0, 1, 2, 3]}
+FAULTS["group"] = ["dp", "tp"]  # of all ranks
 
 
-@pytest.mark.parametrize("fault", covering(FAULTS, seed=SEED), ids=label)
+def may_happen(x):
+    """Three ranks do not divide the heads; and a collective of tp is awaited before the next one starts."""
+    return x["group"] == "dp" or (x["where"][0] != 3 and x["kind"] != "swap")
+
+
+@pytest.mark.parametrize("fault", covering(FAULTS, may_happen, seed=SEED), ids=label)
 def test_the_culprit_is_named(faulty, fault):
-    kind, (ranks, who), zero = fault.values()
+    kind, (ranks, who), zero, group = fault.values()
     began = time.monotonic()
-    r = run_program(faulty, [*ENDLESS, "--zero", zero], ranks, timeout=60, env={"FAULT": f"{kind}:{who}:9"})
+    flags = [*ENDLESS, "--zero", zero, f"--{group}", ranks]
+    if group == "tp" and zero > 1:  # which means nothing there
+        flags += ["--sp"]
+    r = run_program(faulty, flags, ranks, timeout=60, env={"FAULT": f"{kind}@{group}:{who}:9"})
     assert time.monotonic() - began < START + TIMEOUT + 5, f"{r}"
     assert r.code == 3, f"{r}"
     line = culprit(r.stderr)
+    assert f" of {group} " in line, line
     waits = rf"rank (\d+) has waited \d\.\d s in {STEP}$"
     if kind == "stop" and who == 0:
         assert re.match(rf"rank 1: rank 0 does not answer .*; this rank has waited \d\.\d s in {STEP}$", line), line
@@ -77,6 +87,17 @@ def test_slow_is_not_stuck(faulty, zero):
     flags = [*MODEL, "--steps", 8, "--timeout", TIMEOUT, "--zero", zero]
     r = run_program(faulty, flags, 3, env={"FAULT": f"sleep:1:4:{TIMEOUT - 1}"})
     assert (r.code, r.stderr) == (0, ""), f"{r}"
+
+
+def test_a_late_rank_changes_no_number(faulty, tmp_path):
+    """It comes late to a block's sum over dp, which all others, too, must have before they sum copies over tp."""
+    flags = [*MODEL, "--steps", 4, "--tp", 2, "--kv-heads", 1, "--peak-tflops", 1]
+    curves = []
+    for i, fault in enumerate(("none:0:1", "sleep:2:7:0.5")):  # four reductions a step
+        r = run_program(faulty, flags, 4, log=tmp_path / f"{i}", env={"FAULT": fault})
+        assert r.code == 0, f"{r}"
+        curves.append((r.curve("loss"), r.curve("grad_norm")))
+    assert curves[0] == curves[1]
 
 
 # ---- faults from outside --------------------------------------------------------------------------------------------
@@ -150,9 +171,9 @@ def job(faulty, tmp_path):
 LIMIT = TIMEOUT + 5 + 2  # the contract, and something for a machine that is busy
 
 
-@pytest.mark.parametrize("ranks, who, zero", [(2, 1, 0), (3, 1, 3), (3, 2, 0), (4, 3, 3), (4, 2, 1)])
-def test_a_stopped_rank(job, ranks, who, zero):
-    j = job(ranks, "--zero", zero)
+@pytest.mark.parametrize("ranks, who, zero, tp", [(2, 1, 0, 1), (3, 1, 3, 1), (3, 2, 0, 1), (4, 3, 3, 1), (4, 2, 1, 2)])
+def test_a_stopped_rank(job, ranks, who, zero, tp):
+    j = job(ranks, "--zero", zero, "--tp", tp)
     j.signal("SIGSTOP", [who])
     code, err = j.end(LIMIT)
     assert code == 3 and culprit(err).startswith(f"rank {who} has not been heard of for "), err
@@ -164,6 +185,13 @@ def test_stopped_rank_0(job, ranks, zero):
     j.signal("SIGSTOP", [0])
     code, err = j.end(LIMIT)
     assert code == 3 and re.match(r"rank \d: rank 0 does not answer ", culprit(err)), err
+
+
+def test_a_killed_rank(job):
+    j = job(4, "--tp", 2, "--sp")
+    j.signal("SIGKILL", [1])
+    code, err = j.end(LIMIT)
+    assert code == 3 and culprit(err).startswith("a rank was ended by signal 9 "), err
 
 
 def test_two_stopped_ranks(job):

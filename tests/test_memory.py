@@ -3,11 +3,13 @@
 The formulas are written here again, from the table in train.h and from the papers, not taken from the program.
 """
 
+import itertools
 import json
 import re
 import statistics
 import subprocess
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from conftest import build, close, covering, environment, label, run_program
 STATE = "weights gradients master optimizer whole_buckets tied_embedding".split()
 CATEGORIES = [*STATE, *"activations dout logits communication workspace".split()]
 GB, GIB = 1e9, 2**30
-MODEL = dict(arch="gpt2", layers=3, hidden=32, heads=4, kv_heads=4, ffn=96, vocab=261, seq=24, tie=True, positions=64)
+MODEL = dict(arch="gpt2", layers=3, hidden=32, heads=4, kv_heads=4, ffn=96, vocab=261, seq=24, tie=True, positions=64,
+             tp=1, sp=False)  # fmt: skip
 B = 3
 
 
@@ -44,20 +47,50 @@ def flags(c, *more):
     out = ["--arch", c["arch"], "--seq", c["seq"], "--micro-batch", B, *(["--tie"] if c["tie"] else [])]
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
         out += [f"--{name.replace('_', '-')}", c[name]]
+    if c["tp"] > 1:
+        out += ["--tp", c["tp"], *(["--sp"] if c["sp"] else [])]
     return [*out, *more]
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
+def widths(c):
+    """Of a tensor-parallel rank: channels of its query heads, of its key/value heads (one at least), and in its MLP."""
+    D, t = c["hidden"] // c["heads"], c["tp"]
+    return c["heads"] // t * D, max(c["kv_heads"] // t, 1) * D, c["ffn"] // t
+
+
+def vocabulary(c):
+    """Rows of a rank's slice, the largest of them, padded."""
+    return -(-(-(-c["vocab"] // c["tp"])) // 64) * 64
+
+
+def tensors(c, V):
+    """Of the embedding, of each block and of the head: (elements, parts) of each tensor that a tp rank holds.
+
+    parts names the ranks whose parts make up its gradient: "tp", where each has seen other rows; "kv", where each has
+    seen other query heads of the same key/value heads; or None: each has all of it."""
+    C, gpt2 = c["hidden"], c["arch"] == "gpt2"
+    A, KV, F = widths(c)
+    rows, kv = "tp" if c["sp"] else None, "kv" if c["tp"] > c["kv_heads"] else None
+
+    def bias(n, parts):
+        return [(n, parts)] if gpt2 else []
+
+    norm = [(C, rows), *bias(C, rows)]
+    attention = [(A * C, None), (2 * KV * C, kv), *bias(A, None), *bias(2 * KV, kv), (C * A, None), *bias(C, rows)]
+    mlp = [((1 if gpt2 else 2) * F * C, None), *bias(F, None), (C * F, None), *bias(C, rows)]
+    embedding = [(V * C, None), *([(c["positions"] * C, None)] if gpt2 else [])]
+    head = [*norm, *([] if c["tie"] else [(V * C, None)])]
+    return [embedding, *[[*norm, *attention, *norm, *mlp]] * c["layers"], head]
+
+
+def size(unit):
+    return sum(elements for elements, _ in unit)
+
+
 def buckets(c, padded):
-    """Elements of the embedding, of each block and of the head, from the shapes of the model's tensors."""
-    C, F, KV = c["hidden"], c["ffn"], c["hidden"] // c["heads"] * c["kv_heads"]
-    V = -(-c["vocab"] // 64) * 64 if padded else c["vocab"]
-    gpt2 = c["arch"] == "gpt2"
-    block = C * (C + 2 * KV) + C * C + (2 if gpt2 else 3) * C * F + 2 * C  # qkv, out, MLP, two norms
-    if gpt2:
-        block += (C + 2 * KV) + C + F + C + 2 * C  # their biases
-    embedding = V * C + (c["positions"] * C if gpt2 else 0)
-    return [embedding, *[block] * c["layers"], (2 if gpt2 else 1) * C + (0 if c["tie"] else V * C)]
+    """Elements of the embedding, of each block and of the head: those in a rank's memory, or the model's own."""
+    return list(map(size, tensors(c, vocabulary(c)) if padded else tensors({**c, "tp": 1}, c["vocab"])))
 
 
 PUBLISHED = {
@@ -117,16 +150,22 @@ ZERO_SHAPES = {
 BUCKET_MB = [0, 0.03, 0.06, 9]  # every block its own; …; all blocks and the head in one
 
 
-def merged(c, X, megabytes):
-    """Elements of each bucket: from the back, blocks join the head and each other, up to this many megabytes."""
-    embedding, *rest = buckets(c, True)
+def grouped(c, X, megabytes):
+    """The tensors of each bucket: from the back, blocks join the head and each other, up to this many megabytes."""
+    embedding, *rest = tensors(c, vocabulary(c))
     out = [rest.pop()]
     while rest:
-        if (out[0] + rest[-1]) * X <= megabytes * 1e6:
-            out[0] += rest.pop()
+        unit = rest.pop()
+        if size(unit + out[0]) * X <= megabytes * 1e6:
+            out[0] = unit + out[0]
         else:
-            out.insert(0, rest.pop())
+            out.insert(0, unit)
     return [embedding, *out]
+
+
+def merged(c, X, megabytes):
+    """Elements of each bucket."""
+    return list(map(size, grouped(c, X, megabytes)))
 
 
 def shard(n, ranks, rank):
@@ -153,6 +192,44 @@ def state(c, zero, ranks, rank=0, X=4, accum_fp32=False, megabytes=0):
     }
 
 
+def parts(c, zero, dp, rank, X, megabytes=0):
+    """(group, elements) of each stretch of gradients that is summed over tp or kv once a step, on this rank of dp; or, where
+    rank is None, as many as any shard could have."""
+    out = []
+    for bucket in grouped(c, X, megabytes):
+        at, own, end = 0, 0, size(bucket)
+        if zero and rank is not None:
+            own = sum(shard(end, dp, r) for r in range(rank))
+            end = own + shard(end, dp, rank)
+        for over, stretch in itertools.groupby(bucket, key=lambda tensor: tensor[1]):
+            begin, at = at, at + size(stretch)
+            mine = min(at, end) - max(begin, own)
+            if zero and rank is None:
+                mine = min(mine, shard(size(bucket), dp, 0))
+            if over and mine > 0:
+                out.append((over, mine))
+    return out
+
+
+def staging(elements, ranks, X):
+    """Of the ring, for what is smaller than its slices: two of the longest shard."""
+    return 2 * -(-elements // ranks) * X if ranks > 1 else 0
+
+
+def communication(c, zero, dp, X=4, accum_fp32=False, megabytes=0):
+    """Bytes: the rows that --sp gathers, for two products at once, and what sums under way take in each group."""
+    N, t, C, of_sums = B * c["seq"], c["tp"], c["hidden"], 4 if accum_fp32 else X
+    summed = parts(c, zero, dp, None, X, megabytes)
+    in_tp = [(N * C, X), (2 * N, 4), *((n, of_sums) for over, n in summed if over == "tp")]
+    in_kv = [(0, X), *((n, of_sums) for over, n in summed if over == "kv")]
+    return (
+        2 * X * N * C * c["sp"]
+        + staging(max(merged(c, X, megabytes)), dp, of_sums)
+        + max(staging(n, t, x) for n, x in in_tp)
+        + max(staging(n, max(t // c["kv_heads"], 1), x) for n, x in in_kv)
+    )
+
+
 def zero_flags(zero, accum_fp32=False, megabytes=0):
     return ["--zero", zero, "--bucket-mb", megabytes, *(["--grad-accum-fp32"] if accum_fp32 else [])]
 
@@ -169,8 +246,43 @@ def test_bytes_held_by_zero_stage(zero, precision, accum_fp32):
         memory = dry_run(*run, precision=precision)["memory"]
         want = state(c, zero, ranks, 0, X, accum_fp32, megabytes)
         assert {term: memory[term] for term in STATE} == want, label(x)
-        longest = -(-max(merged(c, X, megabytes)) // ranks)
-        assert memory["communication"] == (2 * longest * (4 if accum_fp32 else X) if ranks > 1 else 0)
+        assert memory["communication"] == communication(c, zero, ranks, X, accum_fp32 and X == 2, megabytes)
+
+
+# Eight heads, for eight tp ranks: more than there are key/value heads. 104 / 8 is odd, and so are slices of 261.
+EIGHTHS = dict(heads=8, kv_heads=8, hidden=24, ffn=104)
+TP_SHAPES = {
+    "gpt2": model(**EIGHTHS),
+    "llama": model(**{**EIGHTHS, "hidden": 48, "kv_heads": 2}, arch="llama", tie=False),
+    "tied llama": model(**{**EIGHTHS, "hidden": 48, "kv_heads": 4}, arch="llama"),
+    "gpt2 of one k, v": model(**{**EIGHTHS, "kv_heads": 1}),
+}
+
+
+def test_bytes_held_by_tp():
+    """Each matrix is held by slices, 1/tp of it on each rank; norms and biases of whole rows by all; and of key/value
+    heads there is one at least. All of it is sharded over dp as without tp."""
+    axes = {"shape": list(TP_SHAPES), "tp": [1, 2, 4, 8], "sp": [False, True], "zero": [0, 1, 2, 3], "dp": [1, 2, 3],
+            "precision": ["fp32", "bf16"], "accum_fp32": [False, True], "megabytes": [0, 0.03, 9]}  # fmt: skip
+    for x in covering(axes, legal=lambda x: x["tp"] > 1 or not x["sp"]):
+        c = {**TP_SHAPES[x["shape"]], "tp": x["tp"], "sp": x["sp"]}
+        accum_fp32, X = x["accum_fp32"] and x["precision"] == "bf16", 4 if x["precision"] == "fp32" else 2
+        run = flags(c, "--dp", x["dp"], *zero_flags(x["zero"], x["accum_fp32"], x["megabytes"]))
+        said = dry_run(*run, precision=x["precision"])
+        assert (said["tp"], said["sp"], said["world"]) == (x["tp"], x["sp"], x["tp"] * x["dp"])
+        assert said["params"] == sum(buckets(c, False))
+        want = state(c, x["zero"], x["dp"], 0, X, accum_fp32, x["megabytes"])
+        want["communication"] = communication(c, x["zero"], x["dp"], X, accum_fp32, x["megabytes"])
+        assert {name: said["memory"][name] for name in want} == want, label(x)
+
+
+def test_bytes_of_slices_by_hand():
+    """One case in numbers: a llama of 2 key/value heads on 8 ranks, each with one query head and one of the two."""
+    c = {**TP_SHAPES["llama"], "tp": 8}
+    block = 6 * 48 + 2 * 6 * 48 + 48 * 6 + 3 * 13 * 48 + 2 * 48  # q, k and v, out, MLP, norms
+    whole = 48 * 48 + 2 * 12 * 48 + 48 * 48 + 3 * 104 * 48 + 2 * 48
+    assert buckets(c, True) == [64 * 48, block, block, block, 48 + 64 * 48]  # 33 tokens, or 32, in 64 rows
+    assert sum(buckets(c, False)) == 2 * 261 * 48 + 3 * whole + 48
 
 
 def test_the_shapes_are_awkward():
@@ -265,6 +377,24 @@ def test_bytes_sent_a_step():
     assert zero[:2] == [ddp] * 2 and 1.4 * ddp < zero[2] < 1.5 * ddp
 
 
+ONCE_A_STEP = 8 + 16  # doubles, over all ranks: the gradient's norm; the loss, and whether to stop
+
+
+def two_steps(train, run, ranks, precision):
+    """The longer of two runs, by two steps; then bytes, and calls, of a step by (group, operation), of all ranks."""
+
+    def totals(steps):
+        r, sent, calls = train(*run, "--steps", steps, ranks=ranks, precision=precision), Counter(), Counter()
+        for row in r.one("end")["comm"]:
+            sent[row["group"], row["op"]] += row["bytes"]
+            calls[row["group"], row["op"]] += row["calls"]
+        return r, sent, calls
+
+    (_, *short), (r, *long) = totals(1), totals(3)
+    counted = [Counter({k: (n - less[k]) / 2 for k, n in more.items()}) for more, less in zip(long, short)]
+    return r, *counted
+
+
 @pytest.mark.parametrize("x", covering({
     "zero": [0, 1, 2, 3],
     "accum": [1, 2, 5],
@@ -279,30 +409,120 @@ def test_bytes_sent_a_step():
     "overlap": True,
 }], ids=label)  # fmt: skip
 def test_bytes_sent_are_counted(x, train, text):
-    """Two runs that differ by two steps: what all ranks together sent in those, by operation, to the byte."""
+    """What all ranks together send in a step, by operation, to the byte."""
     c, ranks = ZERO_SHAPES[x["shape"]], x["ranks"]
     run = flags(c, "--data", text, "--accum", x["accum"], "--eval-batches", 1, "--peak-tflops", 1,
                 *zero_flags(x["zero"], x["accum_fp32"], x["megabytes"]))  # fmt: skip
     run += [] if x["overlap"] else ["--no-overlap"]
 
-    def sent(steps):
-        r = train(*run, "--steps", steps, ranks=ranks, precision=x["precision"])
-        out = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather"), 0)
-        for row in r.one("end")["comm"]:
-            if row["group"] == "dp":
-                out[row["op"]] += row["bytes"]
-        return out
-
-    short, long = sent(1), sent(3)
-    counted = {op: (long[op] - short[op]) / 2 for op in long}
+    _, sent, _ = two_steps(train, run, ranks, x["precision"])
     gradients, weights = bytes_sent(c, x["zero"], x["accum"], x["precision"],
                                     x["accum_fp32"] and x["precision"] == "bf16", x["megabytes"])  # fmt: skip
-    norm = 2 * 8  # one double, all-reduced
-    assert counted["all_reduce"] == (ranks - 1) * (norm + (gradients if x["zero"] == 0 else 0))
-    assert counted["reduce_scatter"] == (ranks - 1) * (gradients if x["zero"] > 0 else 0)
-    assert counted["all_gather"] == (ranks - 1) * weights
-    said = dry_run(*run, "--dp", ranks, precision=x["precision"])["sent_per_step"]
-    assert close(said * ranks, sum(counted.values()) - (ranks - 1) * norm, 1e-12)
+    assert sent["dp", "all_reduce"] == (ranks - 1) * (gradients if x["zero"] == 0 else 0)
+    assert sent["dp", "reduce_scatter"] == (ranks - 1) * (gradients if x["zero"] > 0 else 0)
+    assert sent["dp", "all_gather"] == (ranks - 1) * weights
+    assert sent["world", "all_reduce"] == 2 * (ranks - 1) * ONCE_A_STEP
+    said = dry_run(*run, "--dp", ranks, precision=x["precision"])
+    assert said["sent_per_step"] == said["sent_over_dp"] and said["sent_over_tp"] == 0
+    assert close(said["sent_per_step"] * ranks, sum(n for (group, _), n in sent.items() if group == "dp"), 1e-12)
+
+
+def sent_over_tp(c, dp, x, X, accum_fp32):
+    """Bytes, and calls, of a step by (group, operation), of all ranks together.
+
+    Of rows [N, C], in units of a reduce-scatter or an all-gather, a micro-batch has, for embedding, block and head:
+        without --sp   F 2 (one all-reduce), 4, 0       I 0, 4, 2
+        with --sp      F 1, 4, 1                        I 1, 4, 1, and 0, 2, 1 that W gathers again
+    then one all-reduce of the largest logit of each row, and one of two sums. Not a logit."""
+    t, N, L = c["tp"], B * c["seq"], c["layers"]
+    forwards = 2 if x["recompute"] == "full" else 1
+    each = (forwards + 1) * 2 * L
+    rows = {"reduce_scatter": each + 2, "all_gather": each + 2 * L + 3} if c["sp"] else {"all_reduce": each + 2}
+    sent, calls = Counter(), Counter()
+
+    def add(over, op, n, ranks, groups, times=1):
+        """n bytes, in groups of so many ranks."""
+        ways = 2 if op.startswith("all_reduce") else 1
+        sent[over, op] += times * groups * ways * (ranks - 1) * n
+        calls[over, op] += times * groups * ranks
+
+    for op, times in rows.items():
+        add("tp", op, N * c["hidden"] * X, t, dp, times * x["accum"])
+    add("tp", "all_reduce_max", 4 * N, t, dp, x["accum"])
+    add("tp", "all_reduce", 2 * 4 * N, t, dp, x["accum"])
+    for rank in range(dp):  # once a step
+        for over, n in parts(c, x["zero"], dp, rank, X, x["megabytes"]):
+            ranks = t if over == "tp" else t // c["kv_heads"]
+            add(over, "all_reduce", n * (4 if accum_fp32 else X), ranks, t // ranks)
+    return sent, calls
+
+
+TP_RUNS = [{
+    "shape": "gpt2", "dp": 1, "tp": 4, "sp": False, "zero": 0, "accum": 2, "megabytes": 0, "precision": "fp32",
+    "accum_fp32": False, "recompute": "none", "attention": "naive",
+}, {
+    "shape": "gpt2", "dp": 2, "tp": 2, "sp": True, "zero": 1, "accum": 1, "megabytes": 0.03, "precision": "bf16",
+    "accum_fp32": True, "recompute": "full", "attention": "naive",
+}, {  # two key/value heads, each on two ranks
+    "shape": "llama", "dp": 1, "tp": 4, "sp": True, "zero": 0, "accum": 2, "megabytes": 0, "precision": "bf16",
+    "accum_fp32": True, "recompute": "none", "attention": "flash",
+}, {
+    "shape": "gpt2 of one k, v", "dp": 2, "tp": 2, "sp": False, "zero": 2, "accum": 2, "megabytes": 9,
+    "precision": "fp32", "accum_fp32": False, "recompute": "selective", "attention": "naive",
+}, {
+    "shape": "tied llama", "dp": 2, "tp": 2, "sp": True, "zero": 3, "accum": 1, "megabytes": 0, "precision": "bf16",
+    "accum_fp32": False, "recompute": "full", "attention": "flash",
+}]  # fmt: skip
+
+
+@pytest.mark.parametrize("x", TP_RUNS, ids=label)
+def test_tensor_parallel_runs(x, train, text):
+    """What is sent over tp, and over dp beside it, what every rank holds; and --dry-run and --explain say the same."""
+    c = {**TP_SHAPES[x["shape"]], "tp": x["tp"], "sp": x["sp"]}
+    dp, world, X, accum_fp32 = x["dp"], x["dp"] * x["tp"], 4 if x["precision"] == "fp32" else 2, x["accum_fp32"]
+    run = flags(c, "--data", text, "--accum", x["accum"], "--eval-batches", 1, "--peak-tflops", 1)
+    run += ["--recompute", x["recompute"], "--attention", x["attention"]]
+    run += zero_flags(x["zero"], accum_fp32, x["megabytes"])
+    r, sent, calls = two_steps(train, run, world, x["precision"])
+    want, want_calls = sent_over_tp(c, dp, x, X, accum_fp32)
+    within = [over for over in ("tp", "kv") if any(over == group for group, _ in want)]
+    assert Counter({k: n for k, n in sent.items() if k[0] in within}) == want
+    assert Counter({k: n for k, n in calls.items() if k[0] in within}) == want_calls
+    assert sent["world", "all_reduce"] == 2 * (world - 1) * ONCE_A_STEP
+    data_parallel = sum(bytes_sent(c, x["zero"], x["accum"], x["precision"], accum_fp32, x["megabytes"]))
+    assert sum(n for (group, _), n in sent.items() if group == "dp") == (dp - 1) * x["tp"] * data_parallel
+
+    said = dry_run(*run, "--dp", dp, precision=x["precision"])
+    assert close(said["sent_over_tp"] * world, sum(want.values()), 1e-12)
+    assert close(said["sent_over_dp"] * dp, (dp - 1) * data_parallel, 1e-12)
+    assert close(said["sent_per_step"], said["sent_over_dp"] + said["sent_over_tp"], 1e-12)
+    wider = dry_run(*flags({**c, "vocab": 5000}), *run[len(flags(c)) :], "--dp", dp, precision=x["precision"])
+    assert wider["sent_over_tp"] == said["sent_over_tp"], "of --vocab"
+    explained = run_program(build(x["precision"]), [*run, "--explain"], world).stdout
+    assert close(explained_over_tp(explained, c, dp, x), said["sent_over_tp"], 1e-12), explained
+
+    check_memory(r, said, c, x["zero"], dp, X, accum_fp32, x["megabytes"])
+
+
+def explained_over_tp(out, c, dp, x):
+    """Bytes that a rank sends over tp in a step: the messages that --explain lists, as often as it says, added up."""
+    micro_batch, once, times = 0, 0, 0
+    rows = r"    (all-reduce|reduce-scatter|all-gather) +of rows, .* {2}(2 · )?(\d+) pieces? of (\d+) bytes$"
+    loss = r"    all-reduce \(maximum\), then all-reduce, of (\d+) and of (\d+) bytes: no logits"
+    t, messages = c["tp"], out.split("messages in a tp group")[1].split("messages of a step")[0]
+    for line in messages.splitlines():
+        if unit := re.match(r"  [FB] of (each block|the embedding|the head)(, and again before its backward)?$", line):
+            times = (c["layers"] if unit[1] == "each block" else 1) * (2 if unit[2] else 1)
+        if sent := re.match(rows, line):
+            assert (sent[1] == "all-reduce") == bool(sent[2]) == (not c["sp"])
+            micro_batch += times * (2 if sent[2] else 1) * int(sent[3]) * int(sent[4])
+        if sent := re.match(loss, line):
+            micro_batch += 2 * (t - 1) / t * (int(sent[1]) + int(sent[2]))
+    for group, n in re.findall(r"^    all-reduce over (tp|kv)\b.* of (\d+) bytes of", out, re.M):
+        holders = t if group == "tp" else t // c["kv_heads"]
+        once += 2 * (holders - 1) / holders * int(n) / (dp if x["zero"] else 1)
+    assert (once > 0) == (" +\n" in out)
+    return x["accum"] * micro_batch + once
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -350,22 +570,39 @@ def test_messages_as_explained(zero, precision, text):
 # ---- activations ---------------------------------------------------------------------------------------------------
 def activations(c, X, recompute, attention):
     """The table of train.h, term by term; X bytes a value. What is shared between blocks is counted once."""
-    T, C, F, H = c["seq"], c["hidden"], c["ffn"], c["heads"]
-    N, KV, gpt2 = B * T, C // H * c["kv_heads"], c["arch"] == "gpt2"
-    row = 4 * N  # a statistic: fp32, one a token
-    x = X * N * C
-    norm = row * (2 if gpt2 else 1)  # mean and rstd, or rstd
+    T, C, t = c["seq"], c["hidden"], c["tp"]
+    N, (A, KV, F), gpt2 = B * T, widths(c), c["arch"] == "gpt2"
+    R = N // t if c["sp"] else N  # rows of the residual stream
+    norm = 4 * R * (2 if gpt2 else 1)  # mean and rstd, or rstd: fp32, one a token
+    x = X * R * C
+    H = c["heads"] // t
     inner = {
-        "norm1": norm, "h1": X * N * C, "qkv": X * N * (C + 2 * KV), "lse": row * H * (attention == "flash"),
-        "o": X * N * C, "x_mid": X * N * C, "norm2": norm, "h2": X * N * C,
+        "norm1": norm, "h1": x, "qkv": X * N * (A + 2 * KV), "lse": 4 * N * H * (attention == "flash"),
+        "o": X * N * A, "x_mid": x, "norm2": norm, "h2": x,
         "up": X * N * F * (1 if gpt2 else 2), "act": X * N * F,
     }  # fmt: skip
     probs = X * N * H * T * (attention == "naive")
-    head = norm + X * N * C + x
+    head = norm + x + x
     L = c["layers"]
     if recompute == "full":
         return L * x + sum(inner.values()) + probs + head
     return L * (x + sum(inner.values())) + (1 if recompute == "selective" else L) * probs + head
+
+
+def check_activations(c, recompute, attention, precision):
+    X = 4 if precision == "fp32" else 2
+    memory = dry_run(*flags(c, "--recompute", recompute, "--attention", attention), precision=precision)["memory"]
+    N, C, (A, KV, F) = B * c["seq"], c["hidden"], widths(c)
+    R, U = N // c["tp"] if c["sp"] else N, F if c["arch"] == "gpt2" else 2 * F
+    assert memory["activations"] == activations(c, X, recompute, attention)
+    # Output gradients: of down for two blocks at once, of up, out and qkv for one.
+    assert memory["dout"] == X * (2 * R * C + N * U + R * C + N * (A + 2 * KV))
+    # Logits of this rank's padded slice; of each row, the largest here and of all, two sums, and the loss.
+    assert memory["logits"] == X * N * vocabulary(c) + 5 * 4 * N
+    assert memory["communication"] == communication(c, 0, 1, X=X)
+    # Working memory is not of the tables; it is not a second set of activations either.
+    assert X * N * (C + F) <= memory["workspace"]
+    assert memory["peak"] == sum(memory[name] for name in CATEGORIES)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -373,27 +610,28 @@ def activations(c, X, recompute, attention):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("arch, kv_heads", [("gpt2", 4), ("gpt2", 2), ("llama", 4), ("llama", 1)])
 def test_activations(arch, kv_heads, recompute, attention, precision):
-    c, X = model(arch=arch, kv_heads=kv_heads), 4 if precision == "fp32" else 2
-    out = dry_run(*flags(c, "--recompute", recompute, "--attention", attention), precision=precision)
-    memory, N, C, F, KV = out["memory"], B * c["seq"], c["hidden"], c["ffn"], c["hidden"] // 4 * c["kv_heads"]
-    assert memory["activations"] == activations(c, X, recompute, attention)
-    U = F if c["arch"] == "gpt2" else 2 * F
-    # Output gradients: of down for two blocks at once, of up, out and qkv for one; logits of the padded vocabulary.
-    assert memory["dout"] == X * N * (2 * C + U + C + C + 2 * KV)
-    assert memory["logits"] == X * N * 320 + 4 * N
-    assert memory["communication"] == 0
-    # Working memory is not of the tables; it is not a second set of activations either.
-    assert X * N * (C + F) <= memory["workspace"]
-    assert memory["peak"] == sum(memory[name] for name in CATEGORIES)
+    check_activations(model(arch=arch, kv_heads=kv_heads), recompute, attention, precision)
+
+
+def test_activations_of_a_tp_rank():
+    for x in covering({
+        "shape": [("gpt2", 8), ("gpt2", 2), ("llama", 4), ("llama", 1)], "tp": [2, 4, 8], "sp": [False, True],
+        "recompute": ["none", "selective", "full"], "attention": ["flash", "naive"], "precision": ["fp32", "bf16"],
+    }):  # fmt: skip
+        (arch, kv_heads), tp, sp, *others = x.values()
+        check_activations(model(arch=arch, heads=8, kv_heads=kv_heads, tp=tp, sp=sp), *others)
 
 
 def test_bytes_a_token_and_channel():
-    """In the words of train.h: 16 + 4f for gpt2, 12 + 4g + 6f for llama, bf16, without statistics."""
-    for arch, want in (("gpt2", 16 + 4 * 3), ("llama", 12 + 4 * 0.5 + 6 * 3)):
-        c = model(arch=arch, kv_heads=2 if arch == "llama" else 4)
+    """In the words of train.h: 8 + (8 + 4f)/t for gpt2, 8 + (4 + 4g + 6f)/t for llama, with --sp 8/t, too; bf16, and
+    statistics beside it. Where t exceeds the key/value heads, g/t is one head."""
+    layouts = (1, False), (2, False), (2, True), (8, False), (8, True)
+    for arch, (t, sp) in itertools.product(("gpt2", "llama"), layouts):
+        c = model(arch=arch, heads=8, kv_heads=4 if arch == "llama" else 8, tp=t, sp=sp)
         one, two = (dry_run(*flags({**c, "layers": L}), precision="bf16")["memory"]["activations"] for L in (1, 2))
-        N = B * c["seq"]
-        stats = 4 * N * ((4 if arch == "gpt2" else 2) + 4)  # of the norms, and lse of 4 heads
+        N, rows, f, g_over_t = B * c["seq"], t if sp else 1, 3, max(0.5 / t, 1 / 8)
+        want = 8 / rows + ((8 + 4 * f) / t if arch == "gpt2" else (4 + 6 * f) / t + 4 * g_over_t)
+        stats = 4 * N * ((4 if arch == "gpt2" else 2) / rows + 8 / t)  # of the norms, and lse of 8 heads
         assert two - one == want * N * c["hidden"] + stats
 
 
@@ -417,6 +655,25 @@ def test_flops_done_again():
 
 
 # ---- predicted and measured ----------------------------------------------------------------------------------------
+def check_memory(r, said, c, zero, dp, X, accum_fp32, megabytes):
+    """What every rank held in the end is what was predicted, in each category, but for what belongs to its shards."""
+    tp = c["tp"]
+    assert r.one("start")["predicted"] == said["memory"]
+    rows = r.one("end")["memory"]
+    assert [row.pop("rank") for row in rows] == list(range(dp * tp))
+    for rank, row in enumerate(rows):
+        live = row.pop("live")
+        want = {**said["memory"], **state(c, zero, dp, rank // tp, X, accum_fp32, megabytes)}
+        want["peak"] = sum(want[name] for name in CATEGORIES)
+        assert row == want, f"rank {rank}"
+        assert rank > 0 or row == said["memory"]
+        assert list(live) == list(row) and all(live[name] <= row[name] for name in row), f"rank {rank}: {live}\n{row}"
+        for name in ("weights", "gradients", "master", "optimizer", "tied_embedding"):
+            assert live[name] == row[name], name
+        assert (live["whole_buckets"] > 0) == (zero >= 2) and live["activations"] > 0
+        assert live["peak"] < row["peak"]  # the logits have gone when all output gradients are there
+
+
 @pytest.mark.parametrize("x", covering({
     "shape": list(ZERO_SHAPES),
     "ranks": [1, 2, 3],
@@ -436,22 +693,9 @@ def test_predicted_is_measured(x, train, text):
     run += ["--data", text, "--steps", 2, "--accum", 2, "--sample", 3, "--peak-tflops", 1]
     r = train(*run, ranks=ranks, precision=x["precision"])
     said = dry_run(*run, "--dp", ranks, precision=x["precision"])
-    assert r.one("start")["predicted"] == said["memory"]
     assert r.one("start")["zero"] == said["zero"] == x["zero"]
     assert (said["memory"]["communication"] > 0) == (ranks > 1)
-    rows = r.one("end")["memory"]
-    assert [row.pop("rank") for row in rows] == list(range(ranks))
-    for rank, row in enumerate(rows):
-        live, X = row.pop("live"), 4 if x["precision"] == "fp32" else 2
-        want = {**said["memory"], **state(c, x["zero"], ranks, rank, X, accum_fp32, x["megabytes"])}
-        want["peak"] = sum(want[name] for name in CATEGORIES)
-        assert row == want, f"rank {rank}"
-        assert rank > 0 or row == said["memory"]
-        assert list(live) == list(row) and all(live[name] <= row[name] for name in row), f"rank {rank}: {live}\n{row}"
-        for name in ("weights", "gradients", "master", "optimizer", "tied_embedding"):
-            assert live[name] == row[name], name
-        assert (live["whole_buckets"] > 0) == (x["zero"] >= 2) and live["activations"] > 0
-        assert live["peak"] < row["peak"]  # the logits have gone when all output gradients are there
+    check_memory(r, said, c, x["zero"], ranks, 4 if x["precision"] == "fp32" else 2, accum_fp32, x["megabytes"])
 
     table = dict(re.findall(r"^  (\w+) +\d+\.\d+ +(\d+\.\d+)$", r.stdout, re.M))
     assert list(table) == [*CATEGORIES, "total"]
@@ -616,6 +860,25 @@ def test_charts_of_recomputation(preset):
         if k == 1:
             assert published(classic["selective"] / GIB, selective)
             assert published(classic["full"] / GIB, full)
+
+
+# The playbook's charts of tensor and sequence parallelism: GiB of activations with flash attention, none recomputed.
+@pytest.mark.parametrize("preset, seq, layout, figure, formula", [
+    ("llama-70B", 1024, "", 21.25, "34 + 5as/h"), ("llama-70B", 1024, "--tp 8", 8.125, "10 + 24/t + 5as/ht"),
+    ("llama-70B", 1024, "--tp 16", 7.1875, "10 + 24/t + 5as/ht"),
+    ("llama-70B", 1024, "--tp 8 --sp", 2.65625, "(34 + 5as/h)/t"),
+    ("llama-70B", 1024, "--tp 16 --sp", 1.328125, "(34 + 5as/h)/t"),
+    ("llama-70B", 16384, "--tp 16", 115, "10 + 24/t + 5as/ht"),
+    ("llama-70B", 16384, "--tp 16 --sp", 21.25, "(34 + 5as/h)/t"),
+    ("llama-8B", 131072, "--tp 2", 352, "10 + 24/t + 5as/ht"),
+])  # fmt: skip
+def test_charts_of_tensor_parallelism(preset, seq, layout, figure, formula):
+    run = ["--model", preset, "--seq", seq, "--micro-batch", 1, *layout.split()]
+    assert dry_run(*run)["classic_activations"]["flash"] == figure * GIB
+    out = run_program(build(), ["--dry-run", *run]).stdout
+    t = layout.split()[1] if layout else "1"
+    assert "2-byte values with dropout, s·b·h·L times" in out and f"\n  {formula}, t = {t}\n" in out, out
+    assert re.search(rf"^  no recomputation, flash attention .* {figure:.4f}$", out, re.M), out
 
 
 # The playbook's table: GB of parameters, gradients and optimizer, in bf16, without and with fp32 gradient accumulation.

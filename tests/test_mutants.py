@@ -25,6 +25,7 @@ HELD = "tests/test_memory.py::test_bytes_held_by_zero_stage"
 RESHARD = "tests/test_resume.py::test_from_any_layout_into_any_other"
 NOT_A_NUMBER = "tests/test_cases.py::test_not_a_number_on_one_rank"
 REPLICA = "tests/test_cases.py::test_one_replica_differs"
+COPIES = f"{REPLICA}_over_tp"
 PROGRAM, PRODUCTS = "tests/test_emu_program.py", "tests/test_fp8.py::test_error_of_the_three_products"
 COLLECTIVES, DEVICE = "tests/test_comm.py::test_collectives[2]", "tests/test_comm.py::test_collectives_on_a_device"
 UNITS, FP8, CHECK = "tests/test_units.py", "tests/test_cuda_fp8.py", "tests/test_emu_check.py"
@@ -63,13 +64,10 @@ MUTANTS = {
         "dp_zero.c", "i >= 0; i--) finish_reduction", "i > 0; i--) finish_reduction", LAW),
     "a slot is taken before its reduction is done": (
         "dp_zero.c", "if (m->bucket[j].grad == b->grad) finish_reduction(m, j);",
-        "if (j == i) finish_reduction(m, j);", RANKS),
+        "if (j == i) finish_reduction(m, j);", "tests/test_emu_program.py::test_slots_that_buckets_share[2-nccl-1]"),
     # ... where the weights are
     "new weights are not shared": ("dp_zero.c", "        share_weights(m, i);\n        comm_progress();", "", RANKS),
     "old weights stay": ("dp_zero.c", "set_whole(m, i, m->config.zero == 0);", "set_whole(m, i, true);", RANKS),
-    "the last step's weights are not awaited": (
-        "train_gpt2.cu", "        comm_wait(m.bucket[i].gather); //", "        ; //",
-        "tests/test_memory.py::test_a_run_with_no_evaluation_sends_what_is_said"),
     "the next weights take the slot in use": (
         "dp_zero.c", "pass == FORWARD ? i + 1 : i - 1;", "pass == FORWARD ? i + 2 : i - 2;", RANKS),
     "weights are not gathered for I": ("dp_zero.c", "if (pass == FORWARD || i > 0) {", "if (pass == FORWARD) {", RANKS),
@@ -81,9 +79,14 @@ MUTANTS = {
     "blocks never share a bucket": ("dp_zero.c", "m->bucket_of[u] = fits ? n : ++n;", "m->bucket_of[u] = ++n;", HELD),
     # ... and the step
     "the norm counts all that is a rank's own": (
-        "dp_zero.c", "n = b->shard_end - b->shard, from = b->shard - b->own;", "n = own_count(b), from = 0;", RANKS),
-    "the norm is of the bucket's start": ("dp_zero.c", "from = b->shard - b->own;", "from = 0;", RANKS),
-    "the norm is a rank's own": ("dp_zero.c", "sqrt(comm_sum(m->grid.dp, squares))", "sqrt(squares)", LAW),
+        "dp_zero.c", "begin = begin > b->shard ? begin : b->shard;", "begin = begin > b->shard ? begin : b->own;",
+        RANKS),
+    "the norm is of the bucket's start": (
+        "dp_zero.c", "b->own_grad + (begin - b->own) : NULL", "b->own_grad : NULL", RANKS),
+    "the norm is a rank's own": ("dp_zero.c", "sqrt(comm_sum(m->grid.world, squares))", "sqrt(squares)", LAW),
+    "the norm is of one slice": (
+        "dp_zero.c", "comm_sum(m->grid.world, squares)", "comm_sum(m->grid.dp, squares)", RANKS),
+    "the norm counts every copy of a norm": ("dp_zero.c", "if (counted) square_shard", "if (true) square_shard", RANKS),
     "the clip forgets the norm": ("dp_zero.c", "c->grad_clip / grad_norm : 1", "c->grad_clip : 1", TEN_STEPS),
     "decay is not cut to the shard": ("dp_zero.c", "if (end > b->own_end) end = b->own_end;", "", RANKS),
     "decay is counted from the bucket's start": (
@@ -91,9 +94,16 @@ MUTANTS = {
     "vectors decay like matrices": (
         "dp_zero.c", "if (p->ndim == 1 || begin >= end) continue;", "if (begin >= end) continue;", TEN_STEPS),
     # what is found out
-    "replicas are not compared": ("state.c", "if (fewest < ranks)", "if (fewest < 1)", REPLICA),
+    "replicas are not compared": ("state.c", "if (holders == 0) return;", "if (holders >= 0) return;", REPLICA),
     "another rank's replica is blamed": (
-        "state.c", "if (alike <= fewest) odd = r,", "if (alike <= fewest) odd = ranks - 1 - r,", REPLICA),
+        "state.c", "odd = r, fewest = alike", "odd = ranks - 1 - r, fewest = alike", REPLICA),
+    "copies over tp are not compared": (
+        "state.c", "return slice * (uint64_t)m->grid.dp->size",
+        "return (slice + (uint64_t)m->grid.tp->rank) * (uint64_t)m->grid.dp->size", COPIES),
+    "slices are compared with each other": (
+        "state.c", "uint64_t slice = p->row * p->cols + p->col,", "uint64_t slice = 0 * p->row,", RANKS),
+    "shards are compared with each other": (
+        "state.c", "shard = whole ? 0 : (uint64_t)m->grid.dp->rank;", "shard = whole ? 0 : 0;", COPIES),
     "a NaN is looked for after the sum": (
         "dp_zero.c", "    square_gradients(m, b);\n    void *whole",
         "    if (!b->grad32) comm_wait(comm_all_reduce(m->grid.dp, b->grad, b->count, float_x));\n"
@@ -119,11 +129,51 @@ MUTANTS = {
         "tests/test_cases.py::test_alone"),
     "all tensors start alike": (
         "state.c", "return mix(seed) ^ h;", "return mix(seed);", "tests/test_run.py::test_initial_values"),
+    # tensor and sequence parallelism: slices
+    "every tp rank holds the first slice": ("tp_sp.c", "slice = rank / holders;", "slice = 0 * rank / holders;", RANKS),
+    "key/value heads go round": ("tp_sp.c", "slice = rank / holders;", "slice = rank % slices;", RANKS),
+    "the first columns are everybody's": ("tp_sp.c", "p->col = by_columns ? begin : 0;", "p->col = 0;", RANKS),
+    "copies of key/value heads are counted": (
+        "tp_sp.c", "p->counted = rank % holders == 0;", "p->counted = slices > 1 || rank == 0;", RANKS),
+    "all slices start as the first one": ("state.c", "(p->row + i / p->slice_cols)", "(i / p->slice_cols)", RANKS),
+    "slices of columns start as the first one": ("state.c", "p->col + i % p->slice_cols", "i % p->slice_cols", RANKS),
+    "a token is a row, whoever has it": (
+        "train_gpt2.cu", "size_t row = (size_t)*t - wte->row;", "size_t row = (size_t)*t;", RANKS),
+    "tp ranks see other sequences": (
+        "train_gpt2.cu", "const Comm *dp = m->grid.dp;\n    for", "const Comm *dp = m->grid.world;\n    for", RANKS),
+    # ... and sums
+    "key/value heads' gradients stay parts": (
+        "tp_sp.c", "p->split == SPLIT_KV_HEADS || rows_are_cut ?", "p->split != SPLIT_KV_HEADS && rows_are_cut ?",
+        RANKS),
+    "norms' gradients stay parts": (
+        "tp_sp.c", "p->split == SPLIT_KV_HEADS || rows_are_cut ?", "p->split == SPLIT_KV_HEADS ?", RANKS),
+    "positions are summed by all who have seen all rows": ("tp_sp.c", "c->sp && p->unit > 0;", "c->sp;", RANKS),
+    "norms are summed where all ranks see all rows": ("tp_sp.c", "c->sp && p->unit > 0;", "p->unit > 0;", RANKS),
+    "a run begins with the bucket": ("tp_sp.c", "size_t at = begin - b->own;", "size_t at = 0;", RANKS),
+    "a run stops in its last parameter": (
+        "tp_sp.c", "run->end = p->offset + p->size;", "run->end = p->offset + (p->size > 1 ? p->size / 2 : 1);", RANKS),
+    "every rank takes the first rows": ("tp_sp.c", "return (Rows){here,", "return (Rows){partial,", RANKS),
+    "attention's biases are added by all": ("train_gpt2.cu", "once(m, w->out_bias)", "w->out_bias", RANKS),
+    "the MLP's biases are added by all": ("train_gpt2.cu", "once(m, w->down_bias)", "w->down_bias", RANKS),
+    "positions are added by all": ("train_gpt2.cu", "once(m, m->ends.wpe)", "m->ends.wpe", RANKS),
+    "what W needs takes the place of what I needs": (
+        "train_gpt2.cu", "h = tp_enter(m, a->h2, 1);", "h = tp_enter(m, a->h2, 0);", RANKS),
+    "the loss is counted by every tp rank": (
+        "train_gpt2.cu", "if (m->grid.tp->rank > 0) sums[LOSS] = 0;", ";", RANKS),
+    # ... and the loss
+    "a slice's sum is not rescaled": ("tp_sp.c", "cross_entropy_rescale(sum, max, global_max, N);", ";", RANKS),
+    "the largest logit is this rank's": (
+        "tp_sp.c", "comm_wait(comm_all_reduce_max(m->grid.tp, global_max, N));", ";", RANKS),
+    "the target's logit is one rank's alone": ("tp_sp.c", "m->grid.tp, sum, 2 * N,", "m->grid.tp, sum, N,", RANKS),
+    "each slice counts its tokens from zero": (
+        "tp_sp.c", "first = (int32_t)wte->row;", "first = (int32_t)(0 * wte->row);", RANKS),
     # checkpoints and data
+    "slices of columns lie side by side": ("state.c", ".stride = p->cols,", ".stride = p->slice_cols,", RESHARD),
+    "a shard begins with a row of the slice": ("state.c", "rest = width - i % width;", "rest = width;", RESHARD),
     "the padding is saved": (
-        "state.c", "size_t n = p->rows * p->cols, from", "size_t n = p->padded_rows * p->cols, from", GRADIENTS),
+        "state.c", "size_t n = p->slice_rows * p->slice_cols, from", "size_t n = p->size, from", GRADIENTS),
     "weights and moments are read from the tensor's start": (
-        "state.c", ".offset = own.begin, .run", ".offset = 0, .run", RESHARD),
+        "state.c", "pieces(piece, p, own, i, value);", "pieces(piece, p, (Range){0, n}, i, value);", RESHARD),
     "moments go to the shard's start": (
         "state.c", "(k == 0 ? b->m : b->v) + own_place(m, p), value", "(k == 0 ? b->m : b->v), value", RESHARD),
     "masters are rounded as they are read": (
@@ -181,8 +231,8 @@ MUTANTS = {
     "gelu has another constant": ("kernels/gelu.c", "0.0713548162f", "0.07f", GRADIENTS),
     "rotations are not turned back": ("kernels/rope.c", "stride, -1.0f)", "stride, 1.0f)", GRADIENTS),
     "padding takes softmax mass": (
-        "kernels/cross_entropy.c", "row_read(logits + n * Vp, targets[n], 0, V)",
-        "row_read(logits + n * Vp, targets[n], 0, Vp)", GRADIENTS),
+        "kernels/cross_entropy.c", "row_read(logits + n * Vp, targets[n], first, V)",
+        "row_read(logits + n * Vp, targets[n], first, Vp)", GRADIENTS),
     "no bias correction": (
         "kernels/adamw.c", "(sqrtf(vi[j] * v_correction) + a.eps)", "(sqrtf(vi[j]) + a.eps)", TEN_STEPS),
     "a ring's blocks are not weighed": (
@@ -216,22 +266,57 @@ MUTANTS = {
 }  # fmt: skip
 
 # ---- waits ---------------------------------------------------------------------------------------------------------------
-# Each wait, event and record of dp_zero.c, state.c and runtime/, and who notices when it is left out. On the emulator that is
-# certain: its streams run in the order that shows it (EMU_SEED=1: compute first, 2: the others first; the first number of DEVICE's).
+# Each wait, event and record of the strategies, state.c, train_gpt2.cu and runtime/, and who notices when it is left
+# out. On the emulator that is certain: its streams run in the order that shows it (EMU_SEED=1: compute first, 2: the
+# others first; the first number of DEVICE's).
 WAITING = ("comm_wait", "ring_wait", "ring_finish", "cudaEventRecord", "cudaStreamWaitEvent", "cuda_wait", "device_synchronize")
-WAITING = re.compile(rf"(cuda_check\()?\b({'|'.join(WAITING)})\((\))?")
+WAITING = re.compile(rf"(cuda_check\()?\b({'|'.join(WAITING)})\((\))?|\b(arrived)\((\w+)\)")
+SAMPLE = "tests/test_resume.py::test_the_same_weights_whoever_holds_them"
 BITS = f"{PROGRAM}::test_the_order_of_streams_changes_no_bit"
+BITS_DP = f"{BITS}[dp=2,zero=2,comm=nccl,accum=2]"
+BITS_SP = f"{BITS}[tp=2,sp=True,comm=nccl,arch=llama,kv_heads=1]"
 SOUND, CHECKPOINT = "tests/test_run.py::test_sound_replicas", "tests/test_checkpoint.py::test_in_c[3]"
 TRACE, EARLY = "tests/test_trace.py::test_what_is_written[3-plain]", "tests/test_comm.py::test_an_early_rank_is_watched_over[2]"
 WAITS = {
     "dp_zero.c": {
         "if (m->config.no_overlap) comm_wait(w);": "tests/test_run.py::test_no_overlap",
-        "comm_wait(b->reduce);": f"{BITS}[2-nccl]",
-        "comm_wait(m->bucket[i].gather);": f"{BITS}[2-nccl]",
+        "comm_wait(b->reduce);": BITS_DP,
+        "comm_wait(m->bucket[i].gather);": BITS_DP,
     },
     "state.c": {
         "comm_wait(b->gather);": SOUND,
-        "comm_wait(comm_host_all_gather(dp, hash,": SOUND,
+        "comm_wait(comm_host_all_gather(world, copy,": SOUND,
+    },
+    "tp_sp.c": {
+        "comm_wait(b->reduce);": "tests/test_faults.py::test_a_late_rank_changes_no_number",
+        "comm_wait(last[0]);": BITS_SP,
+        "comm_wait(last[1]);": BITS_SP,
+        "if (m->config.no_overlap) comm_wait(w);": "tests/test_cases.py::test_no_overlap_over_tp",
+        "comm_wait(comm_all_reduce_max(m->grid.tp,": BITS_SP,
+        "comm_wait(comm_all_reduce(m->grid.tp, sum,": BITS_SP,
+    },
+    "train_gpt2.cu": {
+        "    comm_wait(r.work);": BITS_SP,
+        "a->qkv, arrived(h),": BITS_SP,
+        "a->x_mid, a->x, arrived(sum),": BITS_SP,
+        "a->up, arrived(h),": BITS_SP,
+        "a->x_mid, arrived(sum),": BITS_SP,
+        "m->dout[l & 1].up, arrived(h),": BITS_SP,
+        "m->dout[l & 1].qkv, arrived(h),": BITS_SP,
+        "(m, dact, arrived(dy),": BITS_SP,
+        "dw->norm2_bias, arrived(sum),": BITS_SP,
+        "(m, dh, arrived(dy),": BITS_SP,
+        "dw->norm1_bias, arrived(sum),": BITS_SP,
+        "m->acts[0].x, arrived(sum),": BITS_SP,
+        "m->d_ends.wpe, arrived(dx),": BITS_SP,
+        "m->logits, arrived(h), m->ends": BITS_SP,
+        "m->logits, arrived(h), s.N": BITS_SP,
+        "m->d_ends.norm_bias, arrived(sum),": BITS_SP,
+        "comm_wait(comm_host_all_reduce(m->grid.world, sums,": RANKS,
+        "comm_wait(comm_host_all_gather(m->grid.tp, logits,": SAMPLE,
+        "comm_wait(comm_host_all_gather(world, id,": f"{PROGRAM}::test_ranks_that_share_a_gpu",
+        "        comm_wait(m.bucket[i].gather); //":
+            "tests/test_memory.py::test_a_run_with_no_evaluation_sends_what_is_said",
     },
     "runtime/comm.c": {
         "    ring_finish(w);": COLLECTIVES,
@@ -278,6 +363,11 @@ WAITS = {
     },
 }  # fmt: skip
 UNNOTICED = {  # and why
+    ("train_gpt2.cu", "    device_synchronize();\n    comm_wait(comm_barrier(world));"):
+        "ranks that share a GPU ask what all of them hold; the emulator plays one for each",
+    ("train_gpt2.cu", "    device_enter_rest(category);\n    comm_wait(comm_barrier(world));"): "as above",
+    ("train_gpt2.cu", "        device_synchronize();\n        step++;"):
+        "a GPU's time of the step ends here; what the host reads of it waits by itself",
     ("state.c", "comm_wait(m->bucket[i].gather);"): "comm.h's rule; but a gather leaves a rank's own weights as they are",
     ("runtime/comm_cuda.c", "cuda_check(cudaEventRecord(s->down, s->stream));\n    while"):
         "cudaFree waits, too, but may hold what NCCL's own threads need for that; these the emulator has not",
@@ -285,8 +375,12 @@ UNNOTICED = {  # and why
 
 
 def without_waiting(text):
-    """comm_wait(comm_barrier(c)) becomes (void)(comm_barrier(c)): what is started still is."""
-    return WAITING.sub(lambda m: "(void)0" if m[3] else "((void)(" if m[1] else "(void)(", text)
+    """comm_wait(comm_barrier(c)) becomes (void)(comm_barrier(c)), arrived(rows) rows.x: what is started still is."""
+
+    def left(m):
+        return f"{m[5]}.x" if m[4] else "(void)0" if m[3] else "((void)(" if m[1] else "(void)("
+
+    return WAITING.sub(left, text)
 
 
 for file, waits in WAITS.items():
@@ -296,14 +390,15 @@ for file, waits in WAITS.items():
 
 def test_every_wait_is_a_mutant():
     missing = []
-    for path in [ROOT / "dp_zero.c", ROOT / "state.c", *sorted((ROOT / "runtime").glob("*.c"))]:
+    strategies = [ROOT / file for file in ("dp_zero.c", "tp_sp.c", "state.c", "train_gpt2.cu")]
+    for path in [*strategies, *sorted((ROOT / "runtime").glob("*.c"))]:
         file, text = str(path.relative_to(ROOT)), path.read_text()
         known = [*WAITS.get(file, ()), *(t for f, t in UNNOTICED if f == file)]
         assert all(text.count(t) == 1 for t in known), known
         places = [(text.index(t), text.index(t) + len(t)) for t in known]
         for m in WAITING.finditer(text):
             line = text[text.rindex("\n", 0, m.start()) + 1 : text.index("\n", m.end())]
-            if line[0] == " " and not any(begin <= m.start(2) < end for begin, end in places):  # else a definition
+            if line[0] == " " and not any(begin <= m.start() < end for begin, end in places):  # else a definition
                 missing.append(f"{file}: {line.strip()}")
     assert not missing, missing
 

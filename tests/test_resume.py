@@ -186,15 +186,20 @@ def test_another_precision(before, after, train, text, tmp_path):
 
 
 # ---- on another layout ---------------------------------------------------------------------------------------------
-RESHARD_BATCH = 24  # for every ranks × accum below
+RESHARD_BATCH = 24  # for every dp × accum below
 
 
-def laid_out(text, *more, rate=FLAT, ranks=1, zero=0, bucket_mb=0, accum=1):
-    """The flags of a run of odd sizes: hardly a shard begins where a tensor does, nor where another layout's does."""
-    model = "--layers 3 --hidden 32 --heads 4 --ffn 77 --seq 16 --warmup 3 --peak-tflops 1".split()
-    step = ["--micro-batch", RESHARD_BATCH // (ranks * accum), "--accum", accum, "--data", text, *rate.split()]
-    dp = ["--zero", zero, "--bucket-mb", bucket_mb]
-    return [*model, *step, *dp, *[w for part in more for w in str(part).split()]]
+def laid_out(text, *more, rate=FLAT, dp=1, tp=1, sp=False, zero=0, bucket_mb=0, accum=1, ffn=77):
+    """The flags of a run of odd sizes: hardly a shard begins where a tensor does, nor where another layout's does. No
+    --tp cuts --ffn 77; above --tp 2, two ranks or more hold the same key/value head."""
+    model = f"--layers 3 --hidden 32 --heads 8 --kv-heads 2 --ffn {ffn} --seq 16 --warmup 3 --peak-tflops 1".split()
+    step = ["--micro-batch", RESHARD_BATCH // (dp * accum), "--accum", accum, "--data", text, *rate.split()]
+    layout = ["--tp", tp, *(["--sp"] if sp else []), "--zero", zero, "--bucket-mb", bucket_mb]
+    return [*model, *step, *layout, *[w for part in more for w in str(part).split()]]
+
+
+def ranks_of(layout):
+    return layout.get("dp", 1) * layout.get("tp", 1)
 
 
 def obeys_the_law(got, want):
@@ -210,31 +215,85 @@ def test_four_ranks_then_two_then_one(train, text, tmp_path):
     save = ["--save", tmp_path / "ckpt"]
     for steps, ranks, zero in ((10, 4, 3), (20, 2, 1), (30, 1, 0)):
         resume = ["--resume", tmp_path / "ckpt"] if got else []
-        r = train(*laid_out(text, "--steps", steps, ranks=ranks, zero=zero), *save, *resume, ranks=ranks)
+        r = train(*laid_out(text, "--steps", steps, dp=ranks, zero=zero), *save, *resume, ranks=ranks)
         assert not notes(r), f"{r}"
         got |= curves(r)
     obeys_the_law(got, whole)
 
 
-FROM = {"ranks": [1, 2, 3, 4], "zero": [0, 1, 2, 3], "bucket_mb": [0, 0.08, 1000], "accum": [1, 2]}
+# A checkpoint knows nothing of who wrote it. Each layout writes one and goes on from that of the one before.
+CHAIN = [
+    {"tp": 4, "sp": True, "dp": 2, "zero": 2},
+    {},
+    {"tp": 8},
+    {"dp": 3, "zero": 3},
+    {"tp": 4, "sp": True, "bucket_mb": 1000},
+]
+
+
+def test_from_slices_to_other_slices(train, text, tmp_path):
+    """Key/value heads that two or four ranks hold are written once, and read by each; the validation loss at the end,
+    too, is the one-rank run's."""
+    save, size, got = ["--save", tmp_path / "ckpt"], {"ffn": 152}, {}
+    whole = train(*laid_out(text, "--steps", 2 * len(CHAIN), **size))
+    for i, layout in enumerate(CHAIN):
+        resume = ["--resume", tmp_path / "ckpt"] if got else []
+        r = train(*laid_out(text, "--steps", 2 * (i + 1), **size, **layout), *save, *resume, ranks=ranks_of(layout))
+        assert not notes(r), f"{r}"
+        got |= curves(r)
+    obeys_the_law(got, curves(whole))
+    assert close(r.one("val")["loss"], whole.one("val")["loss"], LOSS_TOLERANCE)
+
+
+def test_the_same_weights_whoever_holds_them(train, text, tmp_path):
+    """Initial values do not depend on the layout, nor does what is done with them: files of the same bytes, the same
+    validation loss, the same sample, whose first contexts no --sp divides."""
+    size, still, seen = {"ffn": 152, "rate": "--lr 0 --min-lr 0"}, "--arch llama --steps 1 --sample 40", []
+    for i, layout in enumerate(({}, {"tp": 4}, {"tp": 4, "sp": True}, {"dp": 2, "tp": 2, "sp": True, "zero": 3})):
+        run = [*laid_out(text, still, **size, **layout), "--save", tmp_path / f"{i}"]
+        r = train(*run, ranks=ranks_of(layout))
+        (sample,) = re.findall("sample of 40 bytes.*:\n((?s:.*))\nmemory", r.stdout)
+        weights = (tmp_path / f"{i}/step-00000001/weights.safetensors").read_bytes()
+        seen.append((weights, sample, r.one("val")["loss"]))
+        assert seen[-1][:2] == seen[0][:2], f"{r}"
+        assert close(seen[-1][2], seen[0][2], LOSS_TOLERANCE)
+
+
+FROM = {
+    "dp": [1, 2, 3, 4], "tp": [1, 2, 4], "sp": [False, True], "zero": [0, 1, 2, 3], "bucket_mb": [0, 0.08, 1000],
+    "accum": [1, 2],
+}  # fmt: skip
 INTO = {f"then_{name}": values for name, values in FROM.items()}
+AXES = {"ffn": [77, 76], **FROM, **INTO}
+
+
+def layouts(x):
+    return [{name: x[f"{when}{name}"] for name in FROM} for when in ("", "then_")]
+
+
+def legal(x):
+    return all(
+        ranks_of(y) <= 6 and x["ffn"] % y["tp"] == 0 and (y["tp"] > 1 or not y["sp"]) for y in layouts(x)
+    )
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Where the checkpoints are that several cases start from, and the curve of the one-rank run, once it is known."""
+    """Where the checkpoints are that several cases start from, and the one-rank runs' curves, once they are known."""
     return tmp_path_factory.mktemp("kept"), {}
 
 
-@pytest.mark.parametrize("x", covering({**FROM, **INTO}, seed=SEED), ids=label)
+@pytest.mark.parametrize("x", covering(AXES, legal, SEED), ids=label)
 def test_from_any_layout_into_any_other(x, kept, train, text):
     directory, whole = kept
-    before, after = {n: x[n] for n in FROM}, {n: x[f"then_{n}"] for n in FROM}
-    whole or whole.update(curves(train(*laid_out(text, "--steps 7")), 5))
-    place = directory / label(before)
-    place.exists() or train(*laid_out(text, "--steps 4", **before), "--save", place, ranks=before["ranks"])
-    resumed = train(*laid_out(text, "--steps 7", **after), "--resume", place, ranks=after["ranks"])
-    obeys_the_law(curves(resumed), whole)
+    size, (before, after) = {"ffn": x["ffn"]}, layouts(x)
+    if x["ffn"] not in whole:
+        whole[x["ffn"]] = curves(train(*laid_out(text, "--steps 7", **size)), 5)
+    place = directory / label(size | before)
+    if not place.exists():
+        train(*laid_out(text, "--steps 4", **size, **before), "--save", place, ranks=ranks_of(before))
+    resumed = train(*laid_out(text, "--steps 7", **size, **after), "--resume", place, ranks=ranks_of(after))
+    obeys_the_law(curves(resumed), whole[x["ffn"]])
 
 
 @pytest.mark.parametrize("precision, more, ranks, stages", [
@@ -245,7 +304,7 @@ def test_another_stage_bit_for_bit(precision, more, ranks, stages, train, text, 
     """Only who holds what is another: the run goes on as if nothing had happened."""
 
     def part(steps, zero, name, *resume):
-        run = [*laid_out(text, more, "--steps", steps, ranks=ranks, zero=zero), "--save", tmp_path / name]
+        run = [*laid_out(text, more, "--steps", steps, dp=ranks, zero=zero), "--save", tmp_path / name]
         return train(*run, *resume, ranks=ranks, precision=precision)
 
     whole, got = curves(part(9, stages[0], "whole")), {}
@@ -262,15 +321,15 @@ def test_nothing_is_rounded_on_the_way(precision, more, train, text, tmp_path):
     """Masters and moments go from layout to layout as they are. At a learning rate of 0 the weights stay, and where next
     to nothing is left of the gradient the moments only decay: whatever the layout, the same bytes."""
 
-    def saved(name, *flags, ranks=1, **layout):
-        run = [*laid_out(text, more, *flags, ranks=ranks, **layout), "--save", tmp_path / name]
-        train(*run, ranks=ranks, precision=precision)
+    def saved(name, *flags, **layout):
+        run = [*laid_out(text, more, *flags, ffn=76, **layout), "--save", tmp_path / name]
+        train(*run, ranks=ranks_of(layout), precision=precision)
         return tmp_path / name
 
-    before = saved("before", "--steps 4", ranks=3, zero=2)
+    before = saved("before", "--steps 4", dp=3, tp=2, sp=True, zero=2)
     still = {"rate": "--lr 0 --min-lr 0 --grad-clip 1e-300"}
-    layouts = ({}, {"ranks": 2, "zero": 1}, {"ranks": 3, "zero": 3}, {"ranks": 4, "zero": 0, "bucket_mb": 0.08},
-               {"ranks": 4, "zero": 3, "bucket_mb": 1000})  # fmt: skip
+    layouts = ({}, {"dp": 2, "zero": 1}, {"dp": 3, "zero": 3}, {"tp": 4, "bucket_mb": 0.08},
+               {"dp": 2, "tp": 2, "sp": True, "zero": 3, "bucket_mb": 1000})  # fmt: skip
     after = [saved(f"after-{i}", "--steps 5 --resume", before, **still, **x) for i, x in enumerate(layouts)]
     one, *others = (checkpoint_bytes(directory, 5) for directory in after)
     assert all(other == one for other in others)
@@ -379,7 +438,7 @@ def test_killed_at_any_moment(ranks, kills, start, train, text, tmp_path):
     r, directory, seen, halves = random.Random(SEED * 10 + ranks), tmp_path / "ckpt", {}, 0
 
     def run(ranks, *more):
-        return laid_out(text, *more, ranks=ranks, zero=r.choice((0, 1, 2, 3)) if ranks > 1 else 0)
+        return laid_out(text, *more, dp=ranks, zero=r.choice((0, 1, 2, 3)) if ranks > 1 else 0)
 
     for i in range(kills):
         first = checkpoints(directory)[-1] if i else 0

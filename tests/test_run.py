@@ -140,11 +140,12 @@ def test_what_changes_nothing_is_said(train, text):
 
 @pytest.mark.parametrize("ranks, options, where", [
     (1, ["--zero", 2], "one data-parallel rank holds all shards"),
+    (1, ["--sp"], "one tensor-parallel rank holds all rows"),
     (1, ["--no-overlap"], "one rank sends no messages"),
     (1, ["--comm", "mpi"], "one rank sends no messages"),
     (1, ["--check-replicas", 1], "every weight is held once"),
     (2, ["--zero", 3, "--check-replicas", 1], "every weight is held once"),
-], ids=["zero", "no-overlap", "comm", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
+], ids=["zero", "sp", "no-overlap", "comm", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
 def test_what_changes_nothing_here_is_said(ranks, options, where, train, text):
     """What depends on the number of ranks, or on another flag: said once, not by every rank."""
     run = [*TINY, "--data", text, "--steps", 2]
@@ -206,11 +207,63 @@ def test_explain(text):
     assert "in the backward of the last micro-batch, when" in r.stdout and not steps_printed(r.stdout), "it went on to train"
 
 
+def test_explain_of_tensor_parallelism(text):
+    """Which rows or columns of each matrix each tp rank holds; and whose gradients are sums of parts: with --sp, of
+    what all ranks hold; and of key/value heads that two of them hold."""
+
+    def cut(n, slices, holders=1):
+        begins = [i * n // slices for i in range(slices + 1)]
+        return " | ".join(f"{a}-{b - 1}" for a, b in zip(begins, begins[1:]) for _ in range(holders))
+
+    r = run_program(build(), ["--model", "llama-tiny", "--data", text, "--tp", 8, "--sp", "--explain"], 16)
+    assert r.code == 0 and not r.stderr and "grid: 16 ranks = dp 2 × tp 8" in r.stdout, f"{r}"
+    for dp in range(2):
+        line = f"ranks {8 * dp} to {8 * dp + 7}: in micro-batch j, sequences {8 * dp} to {8 * dp + 7} of each 16"
+        assert line in r.stdout, r.stdout
+    attention, mlp = "blocks.0.attention", "blocks.0.mlp"
+    keys = f"rows by key/value heads: {cut(64, 4, 2)} +"
+    want = {
+        "wte.weight": f"rows: {cut(256, 8)}", "head.weight": f"rows: {cut(256, 8)}", "norm.weight": "whole +",
+        "blocks.0.norm1.weight": "whole +", "blocks.0.norm2.weight": "whole +",
+        f"{attention}.q.weight": f"rows by heads: {cut(128, 8)}", f"{attention}.k.weight": keys,
+        f"{attention}.v.weight": keys, f"{attention}.out.weight": f"columns: {cut(128, 8)}",
+        f"{mlp}.gate.weight": f"rows: {cut(352, 8)}", f"{mlp}.up.weight": f"rows: {cut(352, 8)}",
+        f"{mlp}.down.weight": f"columns: {cut(352, 8)}",
+    }  # fmt: skip
+    parameters = re.compile(r"^    (\S+) +\d+ × \d+ +(.*)$", re.M)
+    assert dict(parameters.findall(r.stdout)) == want, r.stdout
+
+    r = run_program(build(), [*TINY, "--data", text, "--vocab", 257, "--tp", 4, "--explain"], 4)
+    gpt2 = dict(parameters.findall(r.stdout))
+    assert gpt2["wte.weight"] == "rows: 0-64 | 65-128 | 129-192 | 193-256", "the first has the one that is left over"
+    assert gpt2[f"{attention}.k.bias"] == f"rows by key/value heads: {cut(32, 4)}"
+    assert gpt2[f"{mlp}.up.bias"] == f"rows: {cut(128, 4)}"
+    whole = "wpe.weight", f"{attention}.out.bias", f"{mlp}.down.bias", "norm.bias"
+    assert all(gpt2[name] == "whole" for name in whole)
+    assert not any(where.endswith("+") for where in gpt2.values()) and "hold parts of" not in r.stdout, r.stdout
+
+
+@pytest.mark.parametrize("command, grid", [
+    ("mpirun --oversubscribe -n 8 ./train --zero 2 --tp 8 --steps 2", "dp 1 × tp 8"),
+    ("./train --ranks 8 --zero 2 --tp 4 --steps 2", "dp 2 × tp 4"),
+])  # fmt: skip
+def test_tensor_parallelism_at_once(command, grid):
+    """The README's two commands, as they stand there: what they say of themselves."""
+    words = [str(build()) if word == "./train" else word for word in command.split()]
+    r = run_program(words[0], words[1:])
+    assert r.code == 0 and not r.stderr, f"{r}"
+    assert f"8 ranks ({grid}) of 1 thread on " in r.stdout and steps_printed(r.stdout) == [1, 2], r.stdout
+    assert ("--zero 2 changes nothing: one data-parallel rank" in r.stdout) == (grid == "dp 1 × tp 8")
+    groups = set(re.findall(r"^  (\w+) +(?:all|reduce)_\w+ +\d+ +\d+\.\d+ +\d+\.\d+$", r.stdout, re.M))
+    assert groups == ({"world", "tp"} if grid == "dp 1 × tp 8" else {"world", "dp", "tp"}), r.stdout
+
+
 def test_dry_run_in_words(train, text):
     """Says, and ends: no file is read or written, no rank started."""
-    r = run_program(build(), [*TINY, "--ranks", 64, "--accum", 2, "--dry-run", "--save", "/nowhere/at/all"])
+    r = run_program(build(), [*TINY, "--ranks", 64, "--tp", 4, "--accum", 2, "--dry-run", "--save", "/nowhere/at/all"])
     assert r.code == 0 and not r.stderr and not steps_printed(r.stdout), f"{r}"
-    assert "64 ranks, 8 sequences of 32 tokens a micro-batch, accumulation 2: 32768 tokens a step" in r.stdout
+    grid = "64 ranks = dp 16 × tp 4"
+    assert f"{grid}, 8 sequences of 32 tokens a micro-batch, accumulation 2: 8192 tokens a step" in r.stdout
 
 
 # ---- the log -------------------------------------------------------------------------------------------------------
@@ -225,6 +278,7 @@ def test_log(ranks, text, tmp_path):
 
     start = r.one("start")
     assert (start["world"], start["dp"], start["zero"], start["tokens_per_step"]) == (ranks, ranks, 2, 8 * 2 * 32)
+    assert (start["tp"], start["sp"]) == (1, False)
     assert start["params"] == start["active_params"] == (256 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
     for e in r.events("step"):
         assert set("step loss grad_norm lr ms tokens_per_s mfu".split()) <= set(e)
@@ -240,8 +294,8 @@ def test_log(ranks, text, tmp_path):
     for row in end["comm"]:
         assert set("rank group op calls bytes exposed_ms".split()) == set(row)
     reduced = {row["rank"]: row for row in end["comm"] if (row["group"], row["op"]) == ("dp", "reduce_scatter")}
-    assert sorted(reduced) == list(range(ranks))  # four steps of two micro-batches
-    assert all((row["bytes"] >= 4 * 2 * start["params"] * 4 // 2) == (ranks > 1) for row in reduced.values())
+    assert sorted(reduced) == (list(range(ranks)) if ranks > 1 else [])  # four steps of two micro-batches
+    assert all(row["bytes"] >= 4 * 2 * start["params"] * 4 // 2 for row in reduced.values())
 
     for number in re.findall(r'"(?:loss|grad_norm)":([^,}]+)', log.read_text()):
         digits = re.sub(r"e.*|[-.]", "", number).lstrip("0")
