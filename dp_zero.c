@@ -34,8 +34,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static const DType float_x = sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16;
-
 // ---- buckets -----------------------------------------------------------------------------------------------------------
 
 // Which units share a bucket: the embedding is alone; from the head backwards, neighbours come together up to --bucket-mb.
@@ -145,12 +143,12 @@ static void reserve_weights(Model *m, int i, void *slot[2]) {
     b->weight = whole_memory(m, i, sizeof(floatX), stay, MEM_WEIGHTS, slot);
     if (stay) ledger_live(MEM_WEIGHTS, (ptrdiff_t)(b->count * sizeof(floatX)));
     b->own_weight = stay ? b->weight + b->own : lasting(MEM_WEIGHTS, own_count(b) * sizeof(floatX));
-    if (float_x == DTYPE_BF16) b->master = lasting(MEM_MASTER, own_count(b) * sizeof(float));
+    if (FLOAT_X == DTYPE_BF16) b->master = lasting(MEM_MASTER, own_count(b) * sizeof(float));
 }
 
 static void reserve_gradients(Model *m, int i, void *slot[2], void *slot32[2]) {
     Bucket *b = &m->bucket[i];
-    bool stay = m->config.zero < 2, sum_in_fp32 = m->config.grad_accum_fp32 && float_x == DTYPE_BF16;
+    bool stay = m->config.zero < 2, sum_in_fp32 = m->config.grad_accum_fp32 && FLOAT_X == DTYPE_BF16;
     b->grad = whole_memory(m, i, sizeof(floatX), stay, MEM_GRADIENTS, slot);
     b->grad32 = sum_in_fp32 ? whole_memory(m, i, sizeof(float), stay, MEM_GRADIENTS, slot32) : NULL;
     b->own_grad = NULL;
@@ -172,7 +170,7 @@ void dp_reserve(Model *m) {
         reserve_gradients(m, i, gradients, sums);
         b->m = b->v = NULL;
         if (!m->config.lazy_optimizer) reserve_optimizer(b);
-        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : float_x, (int)m->config.dp);
+        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : FLOAT_X, (int)m->config.dp);
         if (bytes > staging) staging = bytes;
     }
     ledger_add(MEM_COMMUNICATION, (ptrdiff_t)staging);
@@ -180,12 +178,6 @@ void dp_reserve(Model *m) {
 }
 
 // ---- messages --------------------------------------------------------------------------------------------------------
-
-// --no-overlap waits for every message where it leaves.
-static Work under_way(const Model *m, Work w) {
-    if (m->config.no_overlap) comm_wait(w);
-    return w;
-}
 
 // Bucket i's weights are whole, or will be once their gather is done (true); or are old, or their place is another's
 // (false).
@@ -204,7 +196,7 @@ static void gather(Model *m, int i) {
     for (int j = 0; j < m->n_buckets; j++)
         if (m->bucket[j].weight == b->weight) set_whole(m, j, false); // whoever had the slot
     set_whole(m, i, true);
-    b->gather = under_way(m, comm_all_gather(m->grid.dp, b->weight, b->own_weight, b->count, float_x));
+    b->gather = under_way(m, comm_all_gather(m->grid.dp, b->weight, b->own_weight, b->count, FLOAT_X));
 }
 
 static void share_weights(Model *m, int i) {
@@ -295,7 +287,7 @@ static void close_gradient(Model *m, int i) {
     square_gradients(m, b);
     void *whole = b->grad32 ? (void *)b->grad32 : b->grad,
          *own = b->grad32 ? (void *)b->own_grad32 : b->own_grad;
-    DType type = b->grad32 ? DTYPE_F32 : float_x;
+    DType type = b->grad32 ? DTYPE_F32 : FLOAT_X;
     b->reducing = true;
     b->reduce = under_way(m, m->config.zero == 0 ? comm_all_reduce(m->grid.dp, whole, b->count, type)
                                                  : comm_reduce_scatter(m->grid.dp, own, whole, b->count, type));

@@ -28,15 +28,14 @@ static TokenFlops token_flops(const Model *m) {
 
 // The estimate most often quoted for a layer's activations (Korthikanti et al. 2022, eq. 1 to 5): 2-byte values, dropout
 // masks kept. Of the 34 bytes a token and channel, 10 are kept by all of t tensor-parallel ranks, and with --sp none. Ours
-// is smaller in a bf16 build: no dropout, and flash attention
-// keeps no matrix. (The first, as a rule of thumb, leaves out the embedding's output, s·b·h; the others count it.)
+// is smaller in a bf16 build: no dropout, and flash attention keeps no matrix. (The first, as a rule of thumb, leaves out the embedding's output, s·b·h; the others count it.)
 typedef struct {
     double flash, matrix, selective, full; // bytes of all layers
 } ClassicActivations;
 
 static ClassicActivations classic_activations(const Config *c) {
     double sbh = (double)c->seq * (double)c->micro_batch * (double)c->hidden, L = (double)c->layers;
-    double t = (double)c->tp, rows = c->sp ? t : 1; // what of the rows is whole, and what is cut
+    double t = (double)c->tp, rows = c->sp ? t : 1; // by which that of norms and residuals is divided
     double layer = 10 / rows + 24 / t, scores = 5 * (double)c->heads * (double)c->seq / (double)c->hidden / t;
     return (ClassicActivations){.flash = layer * sbh * L,
                                 .matrix = (layer + scores) * sbh * L + sbh / rows,
@@ -75,8 +74,8 @@ static int last_gathered(const Model *m) {
 // Bytes that a rank sends in a step, the mean over the ranks: one that owns a longer shard sends a few bytes less.
 typedef struct {
     double gradients, weights; // over dp
-    double rows, logits,
-        partial; // over tp: the residual stream and its gradient, the loss, gradients that are sums of parts
+    // Over tp: the residual stream and its gradient, the loss, gradients that are sums of parts.
+    double rows, logits, partial;
 } Sent;
 
 // The rows [N, C] that a micro-batch sends over tp, in units of a reduce-scatter or an all-gather: at the embedding, each
@@ -86,10 +85,10 @@ typedef struct {
 } RowsSent;
 
 static RowsSent rows_sent(const Config *c) {
-    int forward = 4,
-        again = c->recompute == RECOMPUTE_FULL ? forward : 0; // two all-reduces, or with --sp their halves
-    return c->sp ? (RowsSent){.embedding = 2, .block = forward + again + 4 + 2, .head = 3}
-                 : (RowsSent){.embedding = 2, .block = forward + again + 4, .head = 2};
+    int passes =
+        c->recompute == RECOMPUTE_FULL ? 3 : 2; // F, again, I: two all-reduces each, or with --sp their halves
+    return c->sp ? (RowsSent){.embedding = 2, .block = 4 * passes + 2, .head = 3}
+                 : (RowsSent){.embedding = 2, .block = 4 * passes, .head = 2};
 }
 
 static Sent sent_per_step(const Model *m) {
@@ -248,9 +247,8 @@ static void say_sent(const Model *m) {
     say("%.6f GB sent by each rank a step", (sent.gradients + sent.weights + sent_over_tp(sent)) * 1e-9);
     if (c->tp > 1) {
         RowsSent rows = rows_sent(c);
-        say("  %.6f GB of rows over tp, %s, as %s: a micro-batch sends (tp-1)/tp of them %d times for the "
-            "embedding, "
-            "%ld · %d for the blocks, %d for the head",
+        say("  %.6f GB of rows over tp, %s, as %s: a micro-batch sends (tp-1)/tp of them %d times for "
+            "the embedding, %ld · %d for the blocks, %d for the head",
             sent.rows * 1e-9, c->sp ? "reduce-scattered and all-gathered" : "all-reduced",
             type_name(sizeof(floatX)), rows.embedding, c->layers, rows.block, rows.head);
         say("  %.6f GB of the loss's maxima and sums over tp, no logits", sent.logits * 1e-9);

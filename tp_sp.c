@@ -44,8 +44,6 @@
 #include "train.h"
 #include "runtime/device.h"
 
-static const DType float_x = sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16;
-
 // ---- slices ------------------------------------------------------------------------------------------------------------
 
 void tp_slice(const Config *c, Param *p, int rank) {
@@ -105,7 +103,7 @@ void tp_sum_gradients(const Model *m) {
         size_t at = begin - b->own;
         void *grad = b->own_grad32 ? (void *)(b->own_grad32 + at) : b->own_grad + at;
         last[run.comm == m->grid.kv] =
-            comm_all_reduce(run.comm, grad, end - begin, b->own_grad32 ? DTYPE_F32 : float_x);
+            comm_all_reduce(run.comm, grad, end - begin, b->own_grad32 ? DTYPE_F32 : FLOAT_X);
     }
     comm_wait(last[0]);
     comm_wait(last[1]);
@@ -127,11 +125,11 @@ void tp_reserve(Model *m) {
     // What the ring keeps of sums under way, in each group; of gradients, as if a shard had as much of them as one can.
     int tp = (int)c->tp;
     size_t in_kv = 0,
-           in_tp = larger(comm_staging_bytes(all_rows, float_x, tp), comm_staging_bytes(2 * N, DTYPE_F32, tp));
+           in_tp = larger(comm_staging_bytes(all_rows, FLOAT_X, tp), comm_staging_bytes(2 * N, DTYPE_F32, tp));
     Run run;
     for (int i = 0; next_run(m, &i, &run);) {
         size_t *most = run.comm == m->grid.kv ? &in_kv : &in_tp;
-        DType type = run.bucket->own_grad32 ? DTYPE_F32 : float_x;
+        DType type = run.bucket->own_grad32 ? DTYPE_F32 : FLOAT_X;
         size_t n = run.end - run.begin,
                own = c->zero == 0 ? n : comm_shard_begin(run.bucket->count, (int)c->dp, 1);
         *most = larger(*most, comm_staging_bytes(n < own ? n : own, type, run.ranks));
@@ -142,25 +140,19 @@ void tp_reserve(Model *m) {
 
 // ---- rows --------------------------------------------------------------------------------------------------------------
 
-// --no-overlap waits for every message where it leaves.
-static Work under_way(const Model *m, Work w) {
-    if (m->config.no_overlap) comm_wait(w);
-    return w;
-}
-
 Rows tp_enter(const Model *m, floatX *x, int place) {
     if (!m->config.sp) return (Rows){.x = x};
     floatX *all = m->gathered[place];
     size_t count = m->B * m->T * (size_t)m->config.hidden;
-    return (Rows){all, under_way(m, comm_all_gather(m->grid.tp, all, x, count, float_x))};
+    return (Rows){all, under_way(m, comm_all_gather(m->grid.tp, all, x, count, FLOAT_X))};
 }
 
 Rows tp_exit(const Model *m, floatX *partial) {
     Comm *tp = m->grid.tp;
     size_t count = m->B * m->T * (size_t)m->config.hidden;
-    if (!m->config.sp) return (Rows){partial, under_way(m, comm_all_reduce(tp, partial, count, float_x))};
+    if (!m->config.sp) return (Rows){partial, under_way(m, comm_all_reduce(tp, partial, count, FLOAT_X))};
     floatX *here = partial + comm_shard_begin(count, tp->size, tp->rank);
-    return (Rows){here, under_way(m, comm_reduce_scatter(tp, here, partial, count, float_x))};
+    return (Rows){here, under_way(m, comm_reduce_scatter(tp, here, partial, count, FLOAT_X))};
 }
 
 // ---- the vocabulary ----------------------------------------------------------------------------------------------------

@@ -206,6 +206,13 @@ typedef struct {
     ActivationBackward *act_backward;
 } Model;
 
+// A message of values that are floatX; and --no-overlap, which waits for every message where it leaves.
+#define FLOAT_X (sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16)
+static inline Work under_way(const Model *m, Work w) {
+    if (m->config.no_overlap) comm_wait(w);
+    return w;
+}
+
 // The optimizer's settings in one step.
 typedef struct {
     float lr;

@@ -256,10 +256,7 @@ static void check_countable(const Config *c) {
                  "--layers %ld --hidden %ld --micro-batch %ld --seq %ld: a rank would need %.1e GB; nearest: "
                  "smaller",
                  c->layers, c->hidden, c->micro_batch, c->seq, bytes * 1e-9);
-}
-
-static void check_batch_countable(const Config *c) {
-    double tokens = (double)c->micro_batch * (double)c->seq * (double)c->accum * (double)c->dp;
+    double tokens = rows * (double)c->accum * (double)c->dp;
     if (tokens > 1e18)
         fail_all(EXIT_USAGE, "--micro-batch %ld --accum %ld --dp %ld: %.1e tokens a step; nearest: fewer",
                  c->micro_batch, c->accum, c->dp, tokens);
@@ -341,12 +338,11 @@ static void check_grid(Config *c, long world) {
 
 // Derives what follows and refuses what cannot be, for this many ranks.
 static void config_check(Config *c, long world) {
-    check_countable(c);
     must_divide("hidden", c->hidden, "--heads", c->heads);
     must_divide("heads", c->heads, "--kv-heads", c->kv_heads);
     check_tp(c);
     check_grid(c, world);
-    check_batch_countable(c);
+    check_countable(c);
     if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
         fail_all(EXIT_USAGE, "--hidden %ld: %ld channels a head cannot be paired for rotation; nearest: %ld",
                  c->hidden, c->hidden / c->heads, c->hidden + c->heads);
@@ -909,7 +905,7 @@ static void head_forward(Model *m, float dloss) {
 
 static void head_backward(Model *m) {
     BlockSize s = block_size(m);
-    Activations *a = &m->acts[m->config.layers];
+    const Activations *a = &m->acts[m->config.layers];
     size_t Vp = (size_t)m->config.padded_vocab;
     floatX *dh = m->temp_c, *dx = m->dout[(m->config.layers - 1) & 1].down;
     Rows h = tp_enter(m, a->h1, 1);
@@ -1148,8 +1144,7 @@ static void sample(Model *m, long count, long step) {
         forget_activations();
         device_copy_out(logits + wte->row, m->logits + (seen - 1) * (size_t)c->padded_vocab,
                         wte->slice_rows * sizeof(floatX));
-        comm_wait(comm_host_all_gather(m->grid.tp, logits, logits + wte->row, V,
-                                       sizeof(floatX) == 4 ? DTYPE_F32 : DTYPE_BF16));
+        comm_wait(comm_host_all_gather(m->grid.tp, logits, logits + wte->row, V, FLOAT_X));
         token[i] =
             draw(logits, (long)V,
                  random_uniform(random_stream((uint64_t)c->seed, "sample") ^ (uint64_t)step, (uint64_t)i));
@@ -1305,9 +1300,7 @@ static void make_grid(const Config *c, Grid *g) {
     double host = comm_host().host;
     bool crosses = comm_max(g->tp, host) != -comm_max(g->tp, -host);
     if (comm_max(g->world, crosses) > 0)
-        say("warning: --tp %d: a group crosses hosts, and every block waits for its messages; best are "
-            "neighbours on "
-            "one host",
+        say("warning: --tp %d: a group crosses hosts, and each block waits for its messages; best is one host",
             tp);
 }
 
