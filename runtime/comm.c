@@ -16,7 +16,8 @@
 //
 // Cost for n bytes and N ranks: reduce-scatter and all-gather send (N-1)/N · n a rank, all-reduce twice that, which is
 // the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none
-// from the last one. Barrier: log2 N empty messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
+// from the last one; a message goes from one rank to one other. Barrier: log2 N empty messages a rank (dissemination:
+// Hensgen, Finkel & Manber 1988).
 // With --comm mpi a GPU's buffer takes this way, too, staged through the host: fetched when its turn has come, and put back
 // when the ring is done with it (Staged, comm_ring.h).
 // Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -48,11 +49,11 @@
 enum { SLICE_BYTES = 512 << 10, LANES = 4 };
 enum { TAG_CLOCK = 32767 }; // the largest that every MPI has
 
-const char *const comm_op_name[COMM_OPS] = {"all_reduce", "all_reduce_max", "reduce_scatter",
-                                            "all_gather", "broadcast",      "barrier"};
-const char *const comm_wait_name[COMM_OPS] = {"wait for all_reduce",     "wait for all_reduce_max",
-                                              "wait for reduce_scatter", "wait for all_gather",
-                                              "wait for broadcast",      "wait for barrier"};
+const char *const comm_op_name[COMM_OPS] = {"all_reduce", "all_reduce_max", "reduce_scatter", "all_gather",
+                                            "broadcast",  "send",           "barrier"};
+const char *const comm_wait_name[COMM_OPS] = {
+    "wait for all_reduce", "wait for all_reduce_max", "wait for reduce_scatter", "wait for all_gather",
+    "wait for broadcast",  "wait for send",           "wait for barrier"};
 
 // One hop of one slice: what goes out, what comes in, and what becomes of it.
 typedef struct {
@@ -79,9 +80,9 @@ typedef struct Task {
     CommOp op;
     DType type;
     size_t count;
-    const void *in; // reductions: [count]; all_gather: this rank's shard
+    const void *in; // reductions, send: [count]; all_gather: this rank's shard
     void *own;      // where this rank's shard of the result goes
-    void *out;      // all_reduce, all_gather, broadcast: [count]
+    void *out;      // all_reduce, all_gather, broadcast, receive: [count]
     int root;
     size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
     int hops;                      // that a slice makes
@@ -193,6 +194,7 @@ void comm_notes(CommNotes *notes) {
         copy->first = read_note(n->first);
         copy->started = read_note(n->started), copy->done = read_note(n->done);
         copy->last = unpacked(read_note(n->last)), copy->turn = unpacked(read_note(n->turn));
+        notes->groups = i + 1;
     }
 }
 
@@ -294,12 +296,20 @@ static Hop broadcast_hop(const Comm *c, const Task *t, size_t j, int k) {
     return (Hop){.send = place, .sent = around(c, c->rank + 1) == t->root ? 0 : slice.bytes};
 }
 
+// One hop: from the sender, the channel's rank 0, to its right.
+static Hop send_hop(const Comm *c, const Task *t, size_t j) {
+    Piece slice = piece(t, j, 0, t->count);
+    if (c->rank == t->root) return (Hop){.send = at(t->in, slice.offset), .sent = slice.bytes};
+    return (Hop){.receive = at(t->out, slice.offset), .received = slice.bytes};
+}
+
 static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
     size_t j = lane->slice;
     int k = lane->hop, reduce_hops = t->op == OP_ALL_GATHER ? 0 : c->size - 1;
     if (t->op == OP_BARRIER) // after hop k, this rank knows that the 2^(k+1) - 1 ranks on its left have come
         return (Hop){.to = around(c, c->rank + (1 << k)), .from = around(c, c->rank - (1 << k))};
     Hop hop = t->op == OP_BROADCAST ? broadcast_hop(c, t, j, k)
+              : t->op == OP_SEND    ? send_hop(c, t, j)
               : k < reduce_hops     ? reduce_hop(c, t, j, k)
                                     : gather_hop(c, t, j, k - reduce_hops);
     hop.to = hop.sent ? around(c, c->rank + 1) : MPI_PROC_NULL;
@@ -445,11 +455,12 @@ static Work start(Comm *c, Task task) {
         t->slices = 1;
         while (1 << t->hops < c->size) t->hops++;
     } else if (c->size > 1 && t->count > 0) {
-        size_t longest = t->op == OP_BROADCAST ? t->count : comm_shard_begin(t->count, c->size, 1);
+        bool whole = t->op == OP_BROADCAST || t->op == OP_SEND;
+        size_t longest = whole ? t->count : comm_shard_begin(t->count, c->size, 1);
         t->slice = slice_items(longest, t->type);
         t->slices = (longest + t->slice - 1) / t->slice;
         bool both = t->op == OP_ALL_REDUCE || t->op == OP_ALL_REDUCE_MAX;
-        t->hops = t->op == OP_BROADCAST ? 2 : both ? 2 * (c->size - 1) : c->size - 1;
+        t->hops = t->op == OP_BROADCAST ? 2 : both ? 2 * (c->size - 1) : c->size - 1; // a message's: 1
     }
     *(ring->first ? &ring->last->next : &ring->first) = t;
     ring->last = t;
@@ -518,6 +529,16 @@ Work comm_host_all_gather(Comm *c, void *out, const void *in, size_t count, DTyp
 
 Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
     return start(c, (Task){.op = OP_BROADCAST, .type = t, .count = count, .out = buf, .root = root});
+}
+
+Work comm_host_send(Comm *channel, const void *buf, size_t count, DType t) {
+    assert(channel->size == 2 && channel->rank == 0);
+    return start(channel, (Task){.op = OP_SEND, .type = t, .count = count, .in = buf});
+}
+
+Work comm_host_receive(Comm *channel, void *buf, size_t count, DType t) {
+    assert(channel->size == 2 && channel->rank == 1);
+    return start(channel, (Task){.op = OP_SEND, .type = t, .count = count, .out = buf});
 }
 
 Work comm_barrier(Comm *c) {
@@ -681,12 +702,25 @@ Host comm_host(void) {
     return host;
 }
 
-Comm *comm_split(Comm *parent, int color, int key, const char *name) {
+static Comm *split(Comm *parent, int color, int key, const char *name, bool channel) {
     MPI_Comm mpi;
     ring_wait((Work){.comm = parent, .sequence = parent->ring->started}); // MPI_Comm_split would not move it
     mpi_check(MPI_Comm_split(parent->ring->mpi, color, key, &mpi));
+    if (color == MPI_UNDEFINED) return NULL;
     Comm *c = comm_of(mpi, name);
-    comm_connect(c);
+    comm_connect(c, channel);
+    return c;
+}
+
+Comm *comm_split(Comm *parent, int color, int key, const char *name) {
+    return split(parent, color, key, name, false);
+}
+
+Comm *comm_channel(Comm *parent, int from, int to, const char *name) {
+    assert(from != to);
+    bool mine = parent->rank == from || parent->rank == to;
+    Comm *c = split(parent, mine ? 0 : MPI_UNDEFINED, parent->rank != from, name, true);
+    if (c) c->parent = parent;
     return c;
 }
 

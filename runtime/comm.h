@@ -17,6 +17,10 @@
 // sums is fixed: shard s is summed along the ring, starting at rank s + 1 and ending at its owner, rank s. bf16 is added in
 // fp32 and rounded once a hop.
 // A group of one is still a group: its collectives copy, and send nothing.
+//
+// Messages between two ranks go through channels: groups of two, in which one rank sends and the other receives. Works on
+// several channels are under way side by side. All works that two ranks share, on whatever channels and groups, both start in
+// the same order: then none of them waits for one that comes later.
 #ifndef COMM_H
 #define COMM_H
 
@@ -40,6 +44,7 @@ typedef enum {
     OP_REDUCE_SCATTER, // up to here, numbers are combined
     OP_ALL_GATHER,
     OP_BROADCAST,
+    OP_SEND, // on channels, at both ends
     OP_BARRIER,
     COMM_OPS
 } CommOp;
@@ -55,6 +60,7 @@ typedef struct Comm {
     const char *name; // "world", "dp": how counters, traces and error messages call it
     int rank, size;   // mine, and how many
     int first;        // the world rank of its rank 0: tells groups of the same name apart
+    struct Comm *parent; // of a channel: the group it was made from; NULL: no channel
     CommCount count[COMM_OPS];
     struct CommRing *ring;     // private: MPI communicator, queue of works, staging buffers
     struct CommStream *stream; // private, on a GPU: its stream, its works, NCCL's communicator
@@ -83,6 +89,9 @@ _Noreturn void comm_abort(int code);
 void comm_halt(void);
 // The ranks of parent that pass the same color, ordered by (key, parent rank). Collective over the parent.
 Comm *comm_split(Comm *parent, int color, int key, const char *name);
+// A channel: the group of two ranks of the parent, of which `from` sends and `to`, another one, receives. Its rank 0 is the
+// sender; NULL on all other ranks. Collective over the parent. Nothing but messages travels on it.
+Comm *comm_channel(Comm *parent, int from, int to, const char *name);
 void comm_free(Comm *c);
 // Every Comm alive, for the end-of-run table of counters (a GPU's waits are counted once they are over; here at the latest);
 // returns how many, fills up to max.
@@ -107,12 +116,18 @@ Work comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType
 Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 // buf [count] of rank root goes to all.
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
+// A message: the sender's buf [count] comes into the receiver's. The k-th that is sent on a channel is the k-th that is
+// received. A receive may be started long before; a send is done once its buffer may be written again.
+Work comm_send(Comm *channel, const void *buf, size_t count, DType t);
+Work comm_receive(Comm *channel, void *buf, size_t count, DType t);
 // The same on the host's memory.
 Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t);
 Work comm_host_all_reduce_max(Comm *c, float *buf, size_t count);
 Work comm_host_reduce_scatter(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_host_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
+Work comm_host_send(Comm *channel, const void *buf, size_t count, DType t);
+Work comm_host_receive(Comm *channel, void *buf, size_t count, DType t);
 Work comm_barrier(Comm *c); // of the hosts
 
 // Returns once w and everything started before it on its Comm is done (on a GPU: once the compute stream is told to wait
@@ -138,23 +153,25 @@ Host comm_host(void);
 
 // What a rank does just now, as the main thread notes it with a few stores and any thread may read it (watchdog.c). Parts
 // of a note may be newer than others while something moves; where nothing moves, it is exact.
-enum { COMM_MOST = 16 }; // groups that a rank is in at a time
+// Groups that a rank is in at a time: some for each axis, four channels for each of its stages, and NCCL's notes apart.
+enum { COMM_MOST = 160 };
 typedef struct {
     CommOp op;
     DType type;
     uint64_t count;
 } CommStep;
 typedef struct {
-    char name[16];
+    char name[24];
     int first; // name and first say which group
     uint64_t started, done;
     CommStep last, turn; // the one that was started last, and the one that is under way: number done + 1
 } CommNote;
 typedef struct {
-    int latest;                // the group, of those below, that a work was started in last
-    int waiting;               // in which one comm_wait is, or the GPU for which the host waits; −1: in none
-    double moved;              // since when nothing has moved (CLOCK_MONOTONIC, seconds)
-    CommNote group[COMM_MOST]; // an empty name: no group
+    int latest;   // the group, of those below, that a work was started in last
+    int waiting;  // in which one comm_wait is, or the GPU for which the host waits; −1: in none
+    double moved; // since when nothing has moved (CLOCK_MONOTONIC, seconds)
+    int groups;   // how many of the next are in use, with gaps: in a gap the name is empty
+    CommNote group[COMM_MOST];
 } CommNotes;
 void comm_notes(CommNotes *notes);
 

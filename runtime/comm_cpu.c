@@ -4,8 +4,8 @@
 void comm_use(Transport t) {
     (void)t;
 }
-void comm_connect(Comm *c) {
-    (void)c;
+void comm_connect(Comm *c, bool channel) {
+    (void)c, (void)channel;
 }
 void comm_disconnect(Comm *c) {
     (void)c;
@@ -34,4 +34,10 @@ Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) 
 }
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
     return comm_host_broadcast(c, buf, count, t, root);
+}
+Work comm_send(Comm *channel, const void *buf, size_t count, DType t) {
+    return comm_host_send(channel, buf, count, t);
+}
+Work comm_receive(Comm *channel, void *buf, size_t count, DType t) {
+    return comm_host_receive(channel, buf, count, t);
 }

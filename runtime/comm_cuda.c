@@ -26,6 +26,7 @@
 #include "fail.h"
 #include "trace.h"
 
+#include <assert.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -74,7 +75,7 @@ struct CommStream {
     cudaEvent_t down;             // the copy to it is done
     ncclComm_t nccl;              // NULL: not by NCCL
     Noted *noted;                 // NCCL's works among the watchdog's notes, for the ring does not know them
-    char noted_name[24];          // "dp on NCCL"
+    char noted_name[32];          // "dp on NCCL"
     struct CommStream *next;
 };
 
@@ -107,7 +108,7 @@ static size_t ring_sends(const Flight *f) {
         return whole - mine;
     case OP_ALL_GATHER:
         return whole - next;
-    default: // broadcast: the last of the chain sends nothing
+    default: // broadcast, send: the last of the chain sends nothing
         return right == f->root ? 0 : whole;
     }
 }
@@ -149,8 +150,12 @@ static void nccl_start(const Flight *f) {
         nccl_check(ncclAllReduce(f->in, f->out, f->count, type, ncclSum, s->nccl, s->stream));
     else if (f->op == OP_ALL_REDUCE_MAX)
         nccl_check(ncclAllReduce(f->in, f->out, f->count, type, ncclMax, s->nccl, s->stream));
-    else
+    else if (f->op == OP_BROADCAST)
         nccl_check(ncclBroadcast(f->in, f->out, f->count, type, f->root, s->nccl, s->stream));
+    else if (f->comm->rank == f->root)
+        nccl_check(ncclSend(f->in, f->count, type, 1, s->nccl, s->stream));
+    else
+        nccl_check(ncclRecv(f->out, f->count, type, f->root, s->nccl, s->stream));
 }
 
 // ---- a work's way -----------------------------------------------------------------------------------------------------
@@ -165,6 +170,10 @@ static void begin(Flight *f) {
 static void end(Flight *f) {
     f->done = device_moment_on(f->comm->stream->stream);
     f->queued = true;
+}
+
+static bool from_root(CommOp op) {
+    return op == OP_BROADCAST || op == OP_SEND;
 }
 
 // The ring asks for the buffer, when the works before this one are through: what it reads of it goes down to the host.
@@ -185,7 +194,7 @@ static void *fetch(void *self) {
         }
         Piece down = {0, bytes};
         if (f->op == OP_ALL_GATHER) down = own_piece(f->comm, f->count, f->type);
-        if (f->op == OP_BROADCAST && f->comm->rank != f->root) down.bytes = 0;
+        if (from_root(f->op) && f->comm->rank != f->root) down.bytes = 0;
         begin(f);
         if (down.bytes)
             cuda_check(
@@ -201,7 +210,7 @@ static void put_back(void *self, size_t sent) {
     struct CommStream *s = f->comm->stream;
     Piece up = {0, f->count * dtype_size(f->type)};
     if (f->op == OP_REDUCE_SCATTER) up = own_piece(f->comm, f->count, f->type);
-    if (f->op == OP_BROADCAST && f->comm->rank == f->root) up.bytes = 0;
+    if (from_root(f->op) && f->comm->rank == f->root) up.bytes = 0;
     if (up.bytes)
         cuda_check(cudaMemcpyAsync(f->out, s->host + up.offset, up.bytes, cudaMemcpyHostToDevice, s->stream));
     f->sent = sent;
@@ -333,24 +342,31 @@ void comm_use(Transport t) {
 }
 
 // NCCL connects two ranks where they first need it, in the call, which then does not return before the other one has come;
-// and takes buffers for that. So each kind of call is made once while the watchdog looks, and before memory is counted.
-static void warm_up(struct CommStream *s) {
+// and takes buffers for that. So each kind of call that a group is for is made once while the watchdog looks, and before
+// memory is counted.
+static void warm_up(struct CommStream *s, bool channel) {
     size_t n = (size_t)s->comm->size;
     float *x;
     cuda_check(cudaMalloc((void **)&x, n * sizeof *x));
     cuda_check(cudaMemsetAsync(x, 0, n * sizeof *x, s->stream));
-    nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclSum, s->nccl, s->stream));
-    nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclMax, s->nccl, s->stream));
-    nccl_check(ncclReduceScatter(x, x + s->comm->rank, 1, ncclFloat32, ncclSum, s->nccl, s->stream));
-    nccl_check(ncclAllGather(x + s->comm->rank, x, 1, ncclFloat32, s->nccl, s->stream));
-    nccl_check(ncclReduce(x, x, n, ncclFloat32, ncclSum, 0, s->nccl, s->stream));
-    nccl_check(ncclBroadcast(x, x, n, ncclFloat32, 0, s->nccl, s->stream));
+    if (channel && s->comm->rank == 0) {
+        nccl_check(ncclSend(x, n, ncclFloat32, 1, s->nccl, s->stream));
+    } else if (channel) {
+        nccl_check(ncclRecv(x, n, ncclFloat32, 0, s->nccl, s->stream));
+    } else {
+        nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclSum, s->nccl, s->stream));
+        nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclMax, s->nccl, s->stream));
+        nccl_check(ncclReduceScatter(x, x + s->comm->rank, 1, ncclFloat32, ncclSum, s->nccl, s->stream));
+        nccl_check(ncclAllGather(x + s->comm->rank, x, 1, ncclFloat32, s->nccl, s->stream));
+        nccl_check(ncclReduce(x, x, n, ncclFloat32, ncclSum, 0, s->nccl, s->stream));
+        nccl_check(ncclBroadcast(x, x, n, ncclFloat32, 0, s->nccl, s->stream));
+    }
     cuda_check(cudaEventRecord(s->down, s->stream));
     while (!cuda_reached(s->down)) sched_yield();
     cuda_check(cudaFree(x));
 }
 
-static void connect_nccl(struct CommStream *s) {
+static void connect_nccl(struct CommStream *s, bool channel) {
     Comm *c = s->comm;
     ncclUniqueId id = {0};
     if (c->rank == 0) nccl_check(ncclGetUniqueId(&id));
@@ -361,12 +377,12 @@ static void connect_nccl(struct CommStream *s) {
     note_moved();
     note_wait(s->noted);
     nccl_check(ncclCommInitRank(&s->nccl, c->size, id, c->rank));
-    warm_up(s);
+    warm_up(s, channel);
     note_wait(NULL);
     c->count[OP_BROADCAST] = (CommCount){0}; // users count from here
 }
 
-void comm_connect(Comm *c) {
+void comm_connect(Comm *c, bool channel) {
     if (!used) return; // nothing of it will be on a device
     struct CommStream *s = c->stream = host_alloc(1, sizeof *s), **last = &streams;
     s->comm = c;
@@ -375,7 +391,7 @@ void comm_connect(Comm *c) {
     while (*last) last = &(*last)->next;
     *last = s;
     s->by_ring = c->size > 1 && transport == TRANSPORT_MPI;
-    if (c->size > 1 && transport == TRANSPORT_NCCL) connect_nccl(s);
+    if (c->size > 1 && transport == TRANSPORT_NCCL) connect_nccl(s, channel);
 }
 
 void comm_disconnect(Comm *c) {
@@ -419,4 +435,12 @@ Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) 
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root) {
     return start(c,
                  (Flight){.op = OP_BROADCAST, .in = buf, .out = buf, .count = count, .type = t, .root = root});
+}
+Work comm_send(Comm *channel, const void *buf, size_t count, DType t) {
+    assert(channel->size == 2 && channel->rank == 0);
+    return start(channel, (Flight){.op = OP_SEND, .in = buf, .count = count, .type = t});
+}
+Work comm_receive(Comm *channel, void *buf, size_t count, DType t) {
+    assert(channel->size == 2 && channel->rank == 1);
+    return start(channel, (Flight){.op = OP_SEND, .out = buf, .count = count, .type = t});
 }

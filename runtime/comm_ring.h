@@ -12,7 +12,7 @@ typedef struct {
     void (*put_back)(void *self, size_t sent); // sent: bytes that this rank has sent for it
     void *self;
 } Staged;
-// Starts a collective in place in such a buffer (each rank's shard at its own place).
+// Starts a collective in place in such a buffer (each rank's shard at its own place), or one end of a message.
 Work ring_start_staged(Comm *c, CommOp op, size_t count, DType t, int root, Staged staged);
 // comm_wait for a work of the ring;
 void ring_wait(Work w);
@@ -30,9 +30,9 @@ Piece own_piece(const Comm *c, size_t count, DType t);
 extern const char *const comm_wait_name[COMM_OPS]; // "wait for all_reduce", ...
 
 // ---- the half, for comm.c ---------------------------------------------------------------------------------------------
-void comm_connect(Comm *c);    // a new group, of comm_split;
-void comm_disconnect(Comm *c); // before it is freed
-bool comm_advance(void);       // moves all that is under way, ring_advance's included. Did anything move?
+void comm_connect(Comm *c, bool channel); // a new group, of comm_split or comm_channel;
+void comm_disconnect(Comm *c);            // before it is freed
+bool comm_advance(void); // moves all that is under way, ring_advance's included. Did anything move?
 
 // ---- notes, the main thread's: a few stores each ------------------------------------------------------------------------
 typedef struct Noted Noted;

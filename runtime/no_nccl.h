@@ -29,5 +29,7 @@ static inline ncclResult_t no_nccl(const void *any, ...) {
 #define ncclReduceScatter(in, ...)          no_nccl(in, __VA_ARGS__)
 #define ncclAllGather(in, ...)              no_nccl(in, __VA_ARGS__)
 #define ncclAllReduce(in, ...)              no_nccl(in, __VA_ARGS__)
+#define ncclSend(in, ...)                   no_nccl(in, __VA_ARGS__)
+#define ncclRecv(out, ...)                  no_nccl(out, __VA_ARGS__)
 
 #endif

@@ -5,16 +5,27 @@
 //     rank 3: main thread --notes--> watchdog thread ---+
 //
 // A main thread that hangs cannot say so, but its thread here can: it is awake, makes no MPI calls, and reads the notes of
-// the other one (comm_notes). When a rank has waited too long, rank 0 asks of all reports, in this order:
+// the other one (comm_notes).
+//
+// Who waits for whom? Rank a for b, where b is in the group in which a waits and has not started the work that is under way
+// there; or it has, is not through, and is busy elsewhere. In a pipeline a waits for b, b for c, and c may compute for
+// long. So a rank that has waited too long is stuck only where nobody in its chain, of all for whom it waits in turn, has
+// moved for as long; till then rank 0 tells it to be patient. Of those who are stuck rank 0 asks, in this order:
 //
 //     whose are missing?               a stopped process, a lost host
-//     who waits for nothing?           a rank that computes, sleeps or reads for ever: the others wait for it
+//     who is in the chain, and waits   a rank that computes, sleeps or reads for ever: the others wait for it, or for some
+//     for nothing?                     that do
 //     who does not fit to the others?  a collective left out, or two the wrong way round
+//     who waits in a circle?           a message left out, or two awaited the wrong way round
+//     who else waits for nothing?
 //
-// The last one is found by comparing ranks in pairs. All run the same program, so of two ranks in the same groups one is
+// Who does not fit is found by comparing ranks in pairs. All run the same program, so of two ranks in the same groups one is
 // further, or they are equally far. A pair *contradicts* itself where one rank has started more in one group and the other
 // more in another, or where both have come to the same number with different works. Who is in most contradictions is out
 // of order; with two ranks nobody can tell which, and both are named.
+// The stages of a pipeline do not run the same: on channels, one end is ahead here and the other one there. Numbers of
+// messages contradict nothing; but where each of two has come to a message for which the other one has not, they wait in a
+// circle.
 #include "watchdog.h"
 #include "device.h"
 #include "fail.h"
@@ -31,6 +42,7 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,9 +58,10 @@ static const double grace = 1.5; // how much longer than the timeout the others 
 typedef struct {
     uint64_t token; // known to this job alone
     int rank;
-    double still; // seconds of waiting in which nothing has moved
+    double quiet; // seconds in which nothing has moved;
+    double still; // of these, seconds of waiting
     CommNotes notes;
-} Report;
+} Report; // of which the notes of groups that are in use are sent
 
 // Where rank 0 can be reached: all its addresses, because other hosts may not know its name.
 typedef struct {
@@ -77,14 +90,25 @@ static double *heard;  // [size] when each of them came
 
 // Seconds count only while this thread runs: a job that was stopped as a whole and goes on has not been stuck.
 static Report look(void) {
-    static double looked, moved, still;
+    static double looked, moved, still, quiet;
     Report r = {.token = invitation.token, .rank = world->rank};
     comm_notes(&r.notes);
     double now = seconds_now();
-    bool stands = r.notes.waiting >= 0 && r.notes.moved == moved;
-    r.still = still = stands ? still + fmin(now - looked, 2 * period) : 0;
+    double passed = fmin(now - looked, 2 * period);
+    bool stands = r.notes.moved == moved;
+    r.quiet = quiet = stands ? quiet + passed : 0;
+    r.still = still = stands && r.notes.waiting >= 0 ? still + passed : 0;
     looked = now, moved = r.notes.moved;
     return r;
+}
+
+static size_t report_bytes(int groups) {
+    return offsetof(Report, notes.group) + (size_t)groups * sizeof(CommNote);
+}
+
+static bool send_report(int fd, const Report *r) {
+    size_t bytes = report_bytes(r->notes.groups);
+    return send(fd, r, bytes, 0) == (ssize_t)bytes;
 }
 
 enum { LINE = 1800 };
@@ -118,70 +142,154 @@ static void add_last(char *line, const Report *r) {
 
 // ---- the verdict of rank 0 ------------------------------------------------------------------------------------------
 
+// The same group among b's; NULL: b is not in it.
+static const CommNote *same_group(const CommNote *g, const CommNotes *b) {
+    for (const CommNote *h = b->group; h < b->group + b->groups && g->name[0]; h++)
+        if (g->first == h->first && strcmp(g->name, h->name) == 0) return h;
+    return NULL;
+}
+
 static bool contradicts(const CommNotes *a, const CommNotes *b) {
     bool less = false, more = false;
-    for (const CommNote *g = a->group; g < a->group + COMM_MOST; g++)
-        for (const CommNote *h = b->group; h < b->group + COMM_MOST && g->name[0]; h++) {
-            if (strcmp(g->name, h->name) != 0 || g->first != h->first) continue;
-            if (g->started < h->started) less = true;
-            if (g->started > h->started) more = true;
-            bool both_there = g->done == h->done && g->started > g->done && h->started > h->done;
-            if (both_there &&
-                (g->turn.op != h->turn.op || g->turn.type != h->turn.type || g->turn.count != h->turn.count))
-                return true;
-        }
+    for (const CommNote *g = a->group; g < a->group + a->groups; g++) {
+        const CommNote *h = same_group(g, b);
+        if (!h) continue;
+        bool channel = g->last.op == OP_SEND || h->last.op == OP_SEND;
+        if (g->started < h->started && !channel) less = true;
+        if (g->started > h->started && !channel) more = true;
+        bool both_there = g->done == h->done && g->started > g->done && h->started > h->done;
+        if (both_there &&
+            (g->turn.op != h->turn.op || g->turn.type != h->turn.type || g->turn.count != h->turn.count))
+            return true;
+    }
     return less && more;
 }
 
-typedef enum { UNHEARD, ABSENT, OUT_OF_ORDER, VERDICTS } Verdict;
+// For what does rank a wait?
+typedef enum { NOT, ITS_MESSAGES, ITS_COMING } Awaited; // of b
+static Awaited awaited(const CommNotes *a, const CommNotes *b) {
+    if (a == b || a->waiting < 0) return NOT;
+    const CommNote *g = &a->group[a->waiting], *h = same_group(g, b);
+    if (!h) return NOT;
+    if (h->started <= g->done) return ITS_COMING;
+    return h->done <= g->done && (b->waiting < 0 || &b->group[b->waiting] != h) ? ITS_MESSAGES : NOT;
+}
 
-// Marks the ranks that this holds for, and counts them.
-static int blame(Verdict v, double now, bool *blamed) {
+// [size · size]: what rank a wants of b, at a · size + b.
+static Awaited *all_awaited(void) {
+    size_t n = (size_t)world->size;
+    Awaited *wants = host_alloc(n * n, sizeof *wants);
+    for (size_t a = 0; a < n; a++)
+        for (size_t b = 0; b < n; b++) wants[a * n + b] = awaited(&latest[a].notes, &latest[b].notes);
+    return wants;
+}
+
+// Adds to the ranks in `chain` all for which these wait, in turn.
+static void follow(const Awaited *wants, bool *chain) {
+    int n = world->size;
+    for (bool more = true; more;) {
+        more = false;
+        for (int i = 0; i < n * n; i++)
+            if (wants[i] && chain[i / n] && !chain[i % n]) more = chain[i % n] = true;
+    }
+}
+
+// Takes from the ranks in `circle` whoever does not wait for one that is left there, or is not awaited by one.
+static void close_circle(const Awaited *wants, bool *circle) {
+    int n = world->size;
+    for (bool less = true; less;) {
+        less = false;
+        for (int r = 0; r < n; r++) {
+            bool waits = false, is_awaited = false;
+            for (int b = 0; b < n && circle[r]; b++) {
+                waits |= circle[b] && wants[r * n + b] == ITS_COMING;
+                is_awaited |= circle[b] && wants[b * n + r] == ITS_COMING;
+            }
+            if (circle[r] && !(waits && is_awaited)) circle[r] = false, less = true;
+        }
+    }
+}
+
+static bool is_unheard(int r, double now) {
+    return now - heard[r] > fmin(3, timeout / 2); // several reports
+}
+
+// Marks those who have waited too long, and all for whom they wait, in turn. Is it for ever?
+static bool stuck(double now, bool *chain) {
+    bool any = false, all_quiet = true, lost = false;
+    for (int r = 0; r < world->size; r++) any |= chain[r] = latest[r].still > timeout;
+    if (!any) return false;
+    Awaited *wants = all_awaited();
+    follow(wants, chain);
+    free(wants);
+    for (int r = 0; r < world->size; r++) {
+        lost |= is_unheard(r, now);
+        if (chain[r]) all_quiet &= latest[r].quiet > timeout;
+    }
+    return lost || all_quiet;
+}
+
+typedef enum { UNHEARD, ABSENT, OUT_OF_ORDER, IN_A_CIRCLE, ELSEWHERE, VERDICTS } Verdict;
+
+// Marks the ranks that this holds for, and counts them. chain: who is stuck, and all for whom these wait.
+static int blame(Verdict v, double now, const bool *chain, const Awaited *wants, bool *blamed) {
     int most = 0, count = 0, *contradictions = host_alloc((size_t)world->size, sizeof *contradictions);
     for (int a = 0; a < world->size && v == OUT_OF_ORDER; a++) {
         for (int b = 0; b < world->size; b++)
-            contradictions[a] += contradicts(&latest[a].notes, &latest[b].notes);
+            if (latest[a].notes.waiting >= 0 && latest[b].notes.waiting >= 0)
+                contradictions[a] += contradicts(&latest[a].notes, &latest[b].notes);
         if (contradictions[a] > most) most = contradictions[a];
     }
     for (int r = 0; r < world->size; r++) {
-        blamed[r] = v == UNHEARD  ? now - heard[r] > fmin(3, timeout / 2) // several reports
-                    : v == ABSENT ? latest[r].notes.waiting < 0
-                                  : most > 0 && contradictions[r] == most;
-        count += blamed[r];
+        bool absent = latest[r].notes.waiting < 0;
+        blamed[r] = v == UNHEARD        ? is_unheard(r, now)
+                    : v == ABSENT       ? absent && chain[r]
+                    : v == OUT_OF_ORDER ? most > 0 && contradictions[r] == most
+                    : v == IN_A_CIRCLE  ? chain[r]
+                                        : absent;
     }
+    if (v == IN_A_CIRCLE) close_circle(wants, blamed);
+    for (int r = 0; r < world->size; r++) count += blamed[r];
     free(contradictions);
     return count;
 }
 
-static void add_culprit(char *line, Verdict v, int r, double now, bool all) {
+static void add_culprit(char *line, Verdict v, int r, double now, bool all, const Awaited *wants,
+                        const bool *blamed) {
     add(line, "rank %d ", r);
     if (v == UNHEARD) {
         if (latest[r].token == 0) return add(line, "was never heard of (stopped, or it cannot reach rank 0)");
         add(line, "has not been heard of for %.1f s (stopped, or its host is gone); by its last report, ",
             now - heard[r]);
         add_last(line, &latest[r]);
-    } else if (v == ABSENT) {
+    } else if (v == ABSENT || v == ELSEWHERE) {
         add(line, "has not come; ");
         add_last(line, &latest[r]);
+    } else if (v == IN_A_CIRCLE) {
+        int other = 0;
+        while (!blamed[other] || wants[r * world->size + other] != ITS_COMING) other++;
+        add(line, "waits for rank %d in ", other);
+        add_wait(line, &latest[r]);
     } else {
         add(line, all ? "is out of step: it waits in " : "is out of order: it waits in ");
         add_wait(line, &latest[r]);
     }
 }
 
-static _Noreturn void judge(double now) {
+static _Noreturn void judge(double now, const bool *chain) {
     char line[LINE] = "";
     int count = 0, named = 0, witness = -1; // of those who wait rightly, the one that has waited longest
     bool *blamed = host_alloc((size_t)world->size, sizeof *blamed);
+    Awaited *wants = all_awaited();
     Verdict v = UNHEARD;
-    while (v < VERDICTS && !(count = blame(v, now, blamed))) v++;
+    while (v < VERDICTS && !(count = blame(v, now, chain, wants, blamed))) v++;
     for (int r = 0; r < world->size; r++)
         if (!blamed[r]) {
             if (latest[r].notes.waiting >= 0 && (witness < 0 || latest[r].still > latest[witness].still))
                 witness = r;
         } else if (named < NAMED) {
             add(line, "%s", named++ ? "; " : "");
-            add_culprit(line, v, r, now, count == world->size);
+            add_culprit(line, v, r, now, count == world->size, wants, blamed);
         }
     if (count == 0) add(line, "all ranks have come, but no message arrives");
     if (count > named) add(line, "; and %d more", count - named);
@@ -214,20 +322,25 @@ static bool take_call(Connection *connection, int n) {
 
 static void listen_to(Connection *c) {
     Report *r = &c->report;
-    ssize_t n = recv(c->fd, (char *)r + c->have, sizeof *r - c->have, MSG_DONTWAIT);
+    size_t head = report_bytes(0), all = c->have < head ? head : report_bytes(r->notes.groups);
+    ssize_t n = recv(c->fd, (char *)r + c->have, all - c->have, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (n <= 0) return hang_up(c);
     c->have += (size_t)n;
-    if (c->have < sizeof *r) return;
+    if (c->have < head) return;
+    if (r->token != invitation.token || r->rank <= 0 || r->rank >= world->size || r->notes.groups < 0 ||
+        r->notes.groups > COMM_MOST)
+        return hang_up(c);
+    if (c->have < report_bytes(r->notes.groups)) return;
     c->have = 0;
-    if (r->token != invitation.token || r->rank <= 0 || r->rank >= world->size) return hang_up(c);
-    if (!c->known && send(c->fd, &r->token, sizeof r->token, 0) < 0) return hang_up(c); // "you are right here"
+    bool answer = !c->known || r->still > timeout; // "you are right here", "be patient"
+    if (answer && send(c->fd, &r->token, sizeof r->token, 0) < 0) return hang_up(c);
     c->known = true;
     latest[r->rank] = *r;
     heard[r->rank] = seconds_now();
 }
 
-// Who waits too long?
+// Does anybody wait for ever?
 static void consider(const Connection *connection, int n) {
     static double hold;
     double now = seconds_now();
@@ -235,15 +348,16 @@ static void consider(const Connection *connection, int n) {
     heard[0] = now;
     latest[0] = look();
     if (now < hold) return;
-    for (int r = 0; r < world->size; r++)
-        if (latest[r].still > timeout) {
-            comm_halt(); // here, and where this word comes
-            const uint64_t verdict = ~invitation.token;
-            for (int i = 0; i < n; i++)
-                if (connection[i].fd >= 0) send(connection[i].fd, &verdict, sizeof verdict, MSG_DONTWAIT);
-            usleep(100000);
-            judge(now);
-        }
+    bool *chain = host_alloc((size_t)world->size, sizeof *chain);
+    if (stuck(now, chain)) {
+        comm_halt(); // here, and where this word comes
+        const uint64_t verdict = ~invitation.token;
+        for (int i = 0; i < n; i++)
+            if (connection[i].fd >= 0) send(connection[i].fd, &verdict, sizeof verdict, MSG_DONTWAIT);
+        usleep(100000);
+        judge(now, chain);
+    }
+    free(chain);
 }
 
 static void *serve(void *unused) {
@@ -290,7 +404,7 @@ static int call_rank_0(void) {
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
         Report first = look();
         uint64_t answer;
-        if (connect(fd, to, length_of(to)) == 0 && send(fd, &first, sizeof first, 0) == sizeof first &&
+        if (connect(fd, to, length_of(to)) == 0 && send_report(fd, &first) &&
             recv(fd, &answer, sizeof answer, MSG_WAITALL) == sizeof answer && answer == invitation.token)
             return fd;
         close(fd);
@@ -308,15 +422,20 @@ static void *report(void *unused) {
             "train: rank %d: cannot reach rank 0's watchdog at any of its %d addresses; training goes on, but "
             "if anything hangs, this rank will be named\n",
             world->rank, invitation.n);
+    double patience = 0; // until when rank 0 has time to say more
     for (double again = seconds_now() + AGAIN;;) {
         struct pollfd any[] = {{.fd = wake[0], .events = POLLIN}, {.fd = fd, .events = POLLIN}};
         poll(any, 2, (int)(1e3 * period));
         if (any[0].revents) break;
-        Report r = look();
         uint64_t word = 0;
         bool cut = fd >= 0 && any[1].revents && recv(fd, &word, sizeof word, MSG_DONTWAIT) <= 0;
         if (word == ~invitation.token) comm_halt(); // rank 0 has a verdict, and will say it
-        if (fd >= 0 && (cut || send(fd, &r, sizeof r, 0) != sizeof r)) {
+        if (word == invitation.token) {             // others move
+            patience = seconds_now() + grace;
+            continue;
+        }
+        Report r = look();
+        if (fd >= 0 && (cut || !send_report(fd, &r))) {
             close(fd);
             fd = -1;
             again = seconds_now();
@@ -325,7 +444,7 @@ static void *report(void *unused) {
             fd = call_rank_0();
             again = seconds_now() + AGAIN;
         }
-        if (r.still < timeout + (fd >= 0 ? grace : 6 * grace)) continue;
+        if (r.still < timeout + (fd >= 0 ? grace : 6 * grace) || seconds_now() < patience) continue;
         comm_halt();
         usleep(600000); // longer than a period: the others have come to this, too
         char line[LINE] = "";

@@ -2,8 +2,9 @@
 //
 // MPI cannot say who is missing. So every rank notes what it does (comm_notes: a few stores), and its thread reports
 // that to rank 0 over TCP, twice a second. When a rank has waited without any movement for longer than the timeout, rank
-// 0's thread lays all reports side by side, names the ranks that were not heard of, have not come, or came with something
-// else, and ends the job with exit code 3. Slow is not stuck: any movement starts the time anew.
+// 0's thread lays all reports side by side, names the ranks that were not heard of, have not come, came with something
+// else, or wait for each other, and ends the job with exit code 3. Slow is not stuck: any movement, also of those for whom
+// it waits in turn, starts the time anew.
 #ifndef WATCHDOG_H
 #define WATCHDOG_H
 

@@ -247,6 +247,42 @@ static void several(void) {
     }
 }
 
+// Messages between all ranks, in one group of calls and by turns: with itself in the middle of collectives, in rounds.
+static void messages(void) {
+    enum { N = 5000, ROUNDS = 12 };
+    const size_t counts[] = {0, 1, 777, N};
+    size_t bytes = N * sizeof(float);
+    float *host = malloc(bytes), *out = device(bytes), *total = device(bytes), *in[8];
+    cudaStream_t s = stream();
+    for (int r = 0; r < size; r++) in[r] = device(bytes);
+    for (int round = 0; round < ROUNDS; round++) {
+        size_t n = counts[round % 4];
+        bool grouped = round % 3 != 0;
+        for (size_t i = 0; i < N; i++) host[i] = (float)(rank * 100 + round) + (float)i;
+        cuda(cudaMemcpyAsync(out, host, bytes, cudaMemcpyHostToDevice, compute));
+        order(compute, s);
+        if (grouped) nccl(ncclGroupStart());
+        for (int k = 0; k < size; k++) // in a group each has an order of its own
+            for (int other = 0; other < size; other++) {
+                int r = grouped ? (other + rank * (round % 2)) % size : other;
+                if (r == rank || k != (grouped ? 0 : r < rank ? r : rank)) continue;
+                bool sends_first = grouped ? round % 2 : rank < r;
+                if (sends_first) nccl(ncclSend(out, n, ncclFloat32, r, world, s));
+                nccl(ncclRecv(in[r], n, ncclFloat32, r, world, s));
+                if (!sends_first) nccl(ncclSend(out, n, ncclFloat32, r, world, s));
+            }
+        if (grouped) nccl(ncclGroupEnd());
+        nccl(ncclAllReduce(out, total, n, ncclFloat32, ncclSum, world, s));
+        order(s, compute);
+        for (int r = 0; r < size; r++) {
+            if (r == rank) continue;
+            cuda(cudaMemcpyAsync(host, in[r], bytes, cudaMemcpyDeviceToHost, compute));
+            cuda(cudaStreamSynchronize(compute));
+            for (size_t i = 0; i < n; i++) check(host[i] == (float)(r * 100 + round) + (float)i, "message");
+        }
+    }
+}
+
 // ---- what is refused ---------------------------------------------------------------------------------------------------
 // Waits as a program would that looks at CUDA and at NCCL.
 static void wait_for_trouble(cudaStream_t s) {
@@ -270,7 +306,17 @@ static void mismatch(const char *how) {
     bool odd = rank == 1;
     cuda(cudaMemset(a, 0, 400)), cuda(cudaMemset(b, 0, 400 * 8));
     nccl(ncclAllReduce(a, a, 10, ncclFloat32, ncclSum, world, compute));
-    if (!strcmp(how, "op") && odd)
+    if (!strcmp(how, "two sends"))
+        nccl(ncclSend(a, 100, ncclFloat32, 1 - rank, world, compute));
+    else if (!strcmp(how, "two receives"))
+        nccl(ncclRecv(a, 100, ncclFloat32, 1 - rank, world, compute));
+    else if (!strcmp(how, "receive count") || !strcmp(how, "receive type")) {
+        size_t n = !strcmp(how, "receive count") ? 99 : 100;
+        if (!odd) nccl(ncclSend(a, 100, ncclFloat32, 1, world, compute));
+        if (odd) nccl(ncclRecv(a, n, n == 99 ? ncclFloat32 : ncclInt32, 0, world, compute));
+    } else if (!strcmp(how, "send alone") && odd)
+        nccl(ncclSend(a, 100, ncclFloat32, 0, world, compute));
+    else if (!strcmp(how, "op") && odd)
         nccl(ncclReduceScatter(b, a, 100, ncclFloat32, ncclSum, world, compute));
     else if (!strcmp(how, "root"))
         nccl(ncclBroadcast(a, a, 100, ncclFloat32, odd, world, compute));
@@ -298,18 +344,29 @@ static void crossed(const char *streams) {
 // The buffer of a call is written while it is under way, from another stream: here after it has begun for certain.
 static void touched(const char *what) {
     float *in = device(400), *out = device(400);
+    bool sent = !strcmp(what, "sent"), received = !strcmp(what, "received");
     cudaStream_t s = stream();
     cuda(cudaMemsetAsync(in, 0, 400, compute));
     order(compute, s);
     if (rank == 0) {
-        nccl(ncclAllReduce(in, out, 100, ncclFloat32, ncclSum, world, s));
+        if (sent) nccl(ncclSend(in, 100, ncclFloat32, 1, world, s));
+        if (received) nccl(ncclRecv(out, 100, ncclFloat32, 1, world, s));
+        if (!sent && !received) nccl(ncclAllReduce(in, out, 100, ncclFloat32, ncclSum, world, s));
         for (int i = 0; i < 1000; i++) cudaStreamQuery(s); // begins; the others have not
-        cuda(cudaMemsetAsync(!strcmp(what, "input") ? in : out, 1, 400, compute));
+        if (received) {                                    // NaN until it is there
+            unsigned char now[400];
+            cuda(cudaMemcpyAsync(now, out, 400, cudaMemcpyDeviceToHost, compute));
+            cuda(cudaStreamSynchronize(compute));
+            for (int i = 0; i < 400; i++) check(now[i] == 0xff, "nothing may be read before it is there");
+        }
+        cuda(cudaMemsetAsync(sent || !strcmp(what, "input") ? in : out, 1, 400, compute));
         cuda(cudaStreamSynchronize(compute));
         MPI_Barrier(MPI_COMM_WORLD);
     } else {
         MPI_Barrier(MPI_COMM_WORLD);
-        nccl(ncclAllReduce(in, out, 100, ncclFloat32, ncclSum, world, s));
+        if (sent) nccl(ncclRecv(out, 100, ncclFloat32, 0, world, s));
+        if (received) nccl(ncclSend(in, 100, ncclFloat32, 0, world, s));
+        if (!sent && !received) nccl(ncclAllReduce(in, out, 100, ncclFloat32, ncclSum, world, s));
     }
     wait_for_trouble(s);
 }
@@ -326,6 +383,9 @@ static void refused(void) {
     SAY(ncclAllReduce(a, a, 10, ncclFloat16, ncclSum, world, compute));
     SAY(ncclBroadcast(a, a, 10, ncclFloat32, 1, world, compute));
     SAY(ncclAllReduce(a, a, 10, ncclFloat32, ncclSum, NULL, compute));
+    SAY(ncclSend(host, 10, ncclFloat32, 0, world, compute));
+    SAY(ncclSend(a, 10, ncclFloat32, 1, world, compute));
+    SAY(ncclRecv(a, 10, ncclFloat32, 0, world, compute));
     SAY(ncclGroupEnd());
     SAY(ncclCommInitRank(&none, 1, nonsense, 0));
 }
@@ -475,6 +535,7 @@ int main(int argc, char **argv) {
     world = group(MPI_COMM_WORLD);
     if (!strcmp(mode, "collectives")) collectives();
     if (!strcmp(mode, "several")) several();
+    if (!strcmp(mode, "messages")) messages();
     if (!strcmp(mode, "mismatch")) mismatch(how);
     if (!strcmp(mode, "crossed")) crossed(how);
     if (!strcmp(mode, "touched")) touched(how);

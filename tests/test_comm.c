@@ -868,7 +868,8 @@ static void test_device_nccl(void **state) {
     try_transport(TRANSPORT_NCCL);
 }
 
-// A GPU's waits for messages are in the trace, even where their group is freed before it has come to them.
+// A GPU's waits for messages are in the trace, even where their group is freed before it has come to them. So are both ends
+// of a message, with the same number.
 static void test_waits_of_a_freed_group(void **state) {
     (void)state;
     sigaction(SIGSEGV, &before_cmocka, NULL);
@@ -881,13 +882,204 @@ static void test_waits_of_a_freed_group(void **state) {
     for (int i = 0; i < 1000; i++) device_zero(x + 200, 200);
     comm_wait(w);
     comm_free(brief);
+    Comm *two = world->size > 1 ? comm_channel(world, 1, 0, "two") : NULL;
+    for (int i = 0; two && i < 2; i++)
+        comm_wait(two->rank == 0 ? comm_send(two, x, 10, DTYPE_F32) : comm_receive(two, x, 10, DTYPE_F32));
+    if (two) comm_free(two);
     trace_close(world);
     device_free(MEM_COMMUNICATION, x, 400);
-    int waits = 0;
+    int waits = 0, sends = 0, receives = 0;
     FILE *f = world->rank == 0 ? fopen(path, "r") : NULL;
-    while (f && fgets(line, sizeof line, f)) waits += strstr(line, "wait for all_reduce") != NULL;
+    while (f && fgets(line, sizeof line, f)) {
+        waits += strstr(line, "wait for all_reduce") != NULL;
+        if (strstr(line, "\"send\"") && strstr(line, "\"number\":2"))
+            *(strstr(line, "\"bytes\":40") ? &sends : &receives) += 1;
+    }
+    if (f && world->size > 1) check(sends == 1 && receives == 1);
     if (f && device_count() > 0) check(waits == (world->size > 1 ? world->size : 0));
     if (f) fclose(f), unlink(path);
+    agree();
+}
+
+// ---- messages ---------------------------------------------------------------------------------------------------------
+
+// Channels: to the right and to the left between neighbours, a second one to the right, and from the last rank to rank 0.
+typedef struct {
+    Comm *c;
+    int from, to;
+} Line;
+static const char *const line_name[] = {"right", "left", "second"};
+static int open_lines(Line *line) {
+    int n = 0;
+    for (int r = 0; r + 1 < world->size; r++) {
+        line[n++] = (Line){.from = r, .to = r + 1};
+        line[n++] = (Line){.from = r + 1, .to = r};
+        line[n++] = (Line){.from = r, .to = r + 1};
+    }
+    if (world->size > 2) line[n++] = (Line){.from = world->size - 1, .to = 0};
+    for (Line *l = line; l < line + n; l++) {
+        l->c = comm_channel(world, l->from, l->to, line_name[(l - line) % 3]);
+        bool ours = world->rank == l->from || world->rank == l->to;
+        check(!l->c == !ours);
+        check(!ours || (l->c->size == 2 && l->c->rank == (world->rank == l->to) && l->c->first == l->from));
+    }
+    return n;
+}
+
+// Some messages on each line, all under way together; awaited in another order than started, each rank in its own.
+static void many_messages(Line *line, int n, bool on_host) {
+    const struct {
+        size_t count;
+        DType type;
+    } kind[] = {{1001, DTYPE_F32},
+                {0, DTYPE_F32},
+                {(on_host ? 5 : 1) * (512 << 10) / 4 + 3, DTYPE_F32}, // more slices than lanes; two
+                {1, DTYPE_BF16},
+                {7777, DTYPE_BF16}};
+    enum { KINDS = sizeof kind / sizeof *kind };
+    struct {
+        Work work;
+        char *buf, *want;
+    } *message = calloc((size_t)(n * KINDS), sizeof *message), *m;
+    uint64_t sent = 0;
+    for (int i = 0; i < n * KINDS; i++) {
+        Line *l = &line[i % n];
+        int k = (i / n + i % n) % KINDS; // large ones beside small ones
+        size_t count = kind[k].count, bytes = count * dtype_size(kind[k].type);
+        if (!l->c) continue;
+        bool sends = world->rank == l->from;
+        m = &message[i];
+        m->want = brought(count, kind[k].type, 100 * i + l->from);
+        if (on_host) {
+            m->buf = sends ? brought(count, kind[k].type, 100 * i + l->from) : buffer(bytes);
+            m->work = sends ? comm_host_send(l->c, m->buf, count, kind[k].type)
+                            : comm_host_receive(l->c, m->buf, count, kind[k].type);
+        } else {
+            m->buf = device_alloc(MEM_COMMUNICATION, bytes);
+            char *made = on_device(m->want, bytes);
+            if (sends) device_copy(m->buf, made, bytes); // queued
+            m->work = sends ? comm_send(l->c, m->buf, count, kind[k].type)
+                            : comm_receive(l->c, m->buf, count, kind[k].type);
+            device_free(MEM_COMMUNICATION, made, bytes);
+        }
+        if (sends) sent += bytes;
+        if ((i + world->rank) % 3 == 0) comm_progress();
+    }
+    for (int j = 0; j < n * KINDS; j++) {
+        const int i = world->rank % 2 ? n * KINDS - 1 - j : (j + n / 2) % (n * KINDS);
+        const int k = (i / n + i % n) % KINDS;
+        size_t bytes = kind[k].count * dtype_size(kind[k].type);
+        m = &message[i];
+        if (!m->work.comm) continue;
+        comm_wait(m->work);
+        check(on_host ? memcmp(m->buf, m->want, bytes) == 0 : same_on_device(m->buf, m->want, bytes));
+        if (on_host)
+            buffer_free(m->buf, bytes);
+        else
+            device_zero(m->buf, bytes), device_free(MEM_COMMUNICATION, m->buf, bytes);
+        buffer_free(m->want, bytes);
+    }
+    free(message);
+    for (Line *l = line; l < line + n; l++) {
+        if (!l->c) continue;
+        CommCount *count = &l->c->count[OP_SEND];
+        check(count->calls == KINDS);
+        sent -= count->bytes; // of all that this rank sends
+        check((count->bytes > 0) == (world->rank == l->from));
+        for (int op = 0; op < COMM_OPS; op++) check(op == OP_SEND || l->c->count[op].calls == 0);
+        *count = (CommCount){0};
+    }
+    check(sent == 0);
+}
+
+// Each message goes through all ranks, and a kernel's copy in between, with the next two already on their way.
+static void relay(Line *line) {
+    enum { MESSAGES = 8, SLOTS = 3, COUNT = 3001, BYTES = COUNT * 4 };
+    const int me = world->rank, last = world->size - 1;
+    Comm *left = me > 0 ? line[3 * (me - 1)].c : NULL, *right = me < last ? line[3 * me].c : NULL;
+    char *in[SLOTS], *out[SLOTS];
+    Work received[SLOTS] = {0}, sent[SLOTS] = {0};
+    for (int i = 0; i < SLOTS; i++) {
+        in[i] = device_alloc(MEM_COMMUNICATION, BYTES), out[i] = device_alloc(MEM_COMMUNICATION, BYTES);
+        if (left) received[i] = comm_receive(left, in[i], COUNT, DTYPE_F32);
+    }
+    for (int i = 0; i < MESSAGES; i++) {
+        const int slot = i % SLOTS;
+        char *want = brought(COUNT, DTYPE_F32, i);
+        if (left)
+            comm_wait(received[slot]);
+        else
+            device_copy_in(in[slot], want, BYTES);
+        comm_wait(sent[slot]); // the buffer is free
+        device_copy(out[slot], in[slot], BYTES);
+        if (right) sent[slot] = comm_send(right, out[slot], COUNT, DTYPE_F32);
+        if (left && i + SLOTS < MESSAGES) received[slot] = comm_receive(left, in[slot], COUNT, DTYPE_F32);
+        if (!right) check(same_on_device(out[slot], want, BYTES));
+        buffer_free(want, BYTES);
+    }
+    for (int i = 0; i < SLOTS; i++) {
+        comm_wait(sent[i]);
+        device_free(MEM_COMMUNICATION, in[i], BYTES), device_free(MEM_COMMUNICATION, out[i], BYTES);
+    }
+    if (left) left->count[OP_SEND] = (CommCount){0};
+    if (right) right->count[OP_SEND] = (CommCount){0};
+}
+
+static void try_channels(bool on_host) {
+    int before = comm_list(NULL, 0), mine = 0;
+    Line *line = calloc((size_t)(3 * world->size), sizeof *line);
+    int n = open_lines(line);
+    for (Line *l = line; l < line + n; l++) mine += l->c != NULL;
+    check(comm_list(NULL, 0) == before + mine);
+    many_messages(line, n, on_host);
+    if (!on_host) relay(line);
+    for (Line *l = line; l < line + n; l++)
+        if (l->c) comm_free(l->c);
+    check(comm_list(NULL, 0) == before);
+    free(line);
+}
+
+static void test_channels(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    try_channels(true);
+    agree();
+}
+
+static void test_channels_on_a_device(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    comm_use(TRANSPORT_MPI);
+    try_channels(false);
+    agree();
+    if (device_count() > 0 && device_count() < comm_host().local_size) return;
+    comm_use(TRANSPORT_NCCL);
+    try_channels(false);
+    agree();
+}
+
+// A message does not wait for those of other channels, and one end may be far ahead of the other.
+static void test_message_passes_others(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    if (world->size == 1) return;
+    Comm *a = comm_channel(world, 1, 0, "slow"), *b = comm_channel(world, 1, 0, "fast");
+    float x[2] = {0}, y[3] = {0}, two[2] = {2, 3}, three[3] = {4, 5, 6};
+    if (world->rank == 0) {
+        Work slow = comm_host_receive(a, x, 2, DTYPE_F32);
+        for (int i = 0; i < 3; i++) comm_host_receive(b, y + i, 1, DTYPE_F32);
+        comm_wait((Work){.comm = b, .sequence = 3});
+        check(y[0] == 4 && y[1] == 5 && y[2] == 6 && x[1] == 0);
+        comm_wait(comm_barrier(world));
+        comm_wait(slow);
+        check(x[0] == 2 && x[1] == 3);
+    } else {
+        for (int i = 0; i < 3 && b; i++) comm_wait(comm_host_send(b, three + i, 1, DTYPE_F32));
+        comm_wait(comm_barrier(world));
+        if (a) comm_wait(comm_host_send(a, two, 2, DTYPE_F32));
+    }
+    if (b) check(b->count[OP_SEND].calls == 3 && b->count[OP_SEND].bytes == (world->rank ? 12 : 0));
+    if (a) comm_free(b), comm_free(a);
     agree();
 }
 
@@ -896,6 +1088,35 @@ static void test_waits_of_a_freed_group(void **state) {
 static volatile sig_atomic_t caught;
 static void catch (int signal) {
     caught = signal;
+}
+
+// A pipeline of four: each rank sends to the right, and the answers come back. Then something happens to rank 2, and the others
+// wait for it in a chain; or 2 and 3 each wait for a message of the other; or they go on, while 0 waits for 1, and 1 for 2.
+static void pipeline(bool on_device, const char *what) {
+    Comm *right[3], *left[3];
+    for (int r = 0; r < 3; r++) {
+        right[r] = comm_channel(world, r, r + 1, "right");
+        left[r] = comm_channel(world, r + 1, r, "left");
+    }
+    const int me = world->rank;
+    char *x = device_alloc(MEM_COMMUNICATION, 400);
+    bool slow = strcmp(what, "slow") == 0, circle = strcmp(what, "circle") == 0;
+    for (int i = 0; i < 3; i++) {
+        if (i == 2 && me == 2 && strcmp(what, "stopped") == 0) sleep(1), raise(SIGSTOP); // a report has come
+        if (i == 2 && me == 2 && strcmp(what, "killed") == 0) raise(SIGKILL);
+        if (i == 2 && me == 2 && strcmp(what, "asleep") == 0) pause();
+        if (i == 2 && me == 2 && circle) comm_wait(comm_receive(left[2], x, 100, DTYPE_F32));
+        for (int k = 0; k < 9 && i == 2 && slow && me >= 2; k++) { // for 4.5 seconds
+            if (me == 3) nanosleep(&(struct timespec){0, 500000000}, NULL);
+            comm_wait(me == 3 ? comm_send(left[2], x, 100, DTYPE_F32)
+                              : comm_receive(left[2], x, 100, DTYPE_F32));
+        }
+        if (me > 0) comm_wait(comm_receive(right[me - 1], x, 100, DTYPE_F32));
+        if (me < 3) comm_wait(comm_send(right[me], x, 100, DTYPE_F32));
+        if (me < 3) comm_wait(comm_receive(left[me], x, 100, DTYPE_F32));
+        if (me > 0) comm_wait(comm_send(left[me - 1], x, 100, DTYPE_F32));
+        if (on_device) device_synchronize();
+    }
 }
 
 static bool dealt; // to three hosts in turn, for mode "hosts"
@@ -958,6 +1179,15 @@ static int show(const char *mode, int argc, char **argv) {
             device_synchronize();
         }
     }
+    if (strcmp(mode, "pipeline") == 0) { // by the transport that is named, or on the host
+        bool on_device = argv[2][0] != 'h';
+        device_open(launch_local_rank());
+        watchdog_start(world, 2);
+        if (on_device) comm_use(strcmp(argv[2], "nccl") == 0 ? TRANSPORT_NCCL : TRANSPORT_MPI);
+        pipeline(on_device, argv[3]);
+        watchdog_stop();
+        if (last) puts("through");
+    }
     if (strcmp(mode, "start") == 0) {
         char line[512], *end = line;
         end += sprintf(end, "rank %d of %d, %d threads, omp %d, cores", world->rank, world->size, threads,
@@ -1001,16 +1231,29 @@ int main(int argc, char **argv) {
     world = comm_init(&argc, &argv);
     if (world->rank != 0 && !freopen("/dev/null", "w", stdout)) return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shards),        cmocka_unit_test(test_small_counts),
-        cmocka_unit_test(test_large_counts),  cmocka_unit_test(test_barrier),
-        cmocka_unit_test(test_split),         cmocka_unit_test(test_in_flight),
-        cmocka_unit_test(test_progress),      cmocka_unit_test(test_small_things),
-        cmocka_unit_test(test_staging),       cmocka_unit_test(test_never_started),
-        cmocka_unit_test(test_first),         cmocka_unit_test(test_clock_offset),
-        cmocka_unit_test(test_notes),         cmocka_unit_test(test_watchdog),
-        cmocka_unit_test(test_long_wait),     cmocka_unit_test(test_waits_that_move_nothing),
-        cmocka_unit_test(test_device_copies), cmocka_unit_test(test_device_mpi),
-        cmocka_unit_test(test_device_nccl),   cmocka_unit_test(test_waits_of_a_freed_group),
+        cmocka_unit_test(test_shards),
+        cmocka_unit_test(test_small_counts),
+        cmocka_unit_test(test_large_counts),
+        cmocka_unit_test(test_barrier),
+        cmocka_unit_test(test_split),
+        cmocka_unit_test(test_in_flight),
+        cmocka_unit_test(test_progress),
+        cmocka_unit_test(test_small_things),
+        cmocka_unit_test(test_staging),
+        cmocka_unit_test(test_never_started),
+        cmocka_unit_test(test_first),
+        cmocka_unit_test(test_clock_offset),
+        cmocka_unit_test(test_notes),
+        cmocka_unit_test(test_watchdog),
+        cmocka_unit_test(test_long_wait),
+        cmocka_unit_test(test_waits_that_move_nothing),
+        cmocka_unit_test(test_device_copies),
+        cmocka_unit_test(test_device_mpi),
+        cmocka_unit_test(test_device_nccl),
+        cmocka_unit_test(test_waits_of_a_freed_group),
+        cmocka_unit_test(test_channels),
+        cmocka_unit_test(test_channels_on_a_device),
+        cmocka_unit_test(test_message_passes_others),
     };
     // A rank that leaves a test must not leave the others waiting.
     setenv("CMOCKA_TEST_ABORT", "1", 1);

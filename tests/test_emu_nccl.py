@@ -165,6 +165,12 @@ def test_several_communicators_at_once(ranks, seed):
     done(ranks, "several", EMU_SEED=seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS[1:])
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_messages(ranks, seed):
+    done(ranks, "messages", EMU_SEED=seed)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_device_goes_on_while_the_host_waits_for_messages(seed):
     assert done(3, "host-waits", EMU_SEED=seed) == ["came 7"]
@@ -176,6 +182,11 @@ MISMATCHES = {
     "type": ("all-reduce 2 (100 int32)", "all-reduce 2 (100 float32)"),
     "root": ("broadcast 2 (100 float32, root 1)", "broadcast 2 (100 float32, root 0)"),
     "redop": ("all-reduce 2 (100 float32 max)", "all-reduce 2 (100 float32)"),
+    "two sends": ("send 2 (100 float32, to 0)", "send 2 (100 float32, to 1)"),
+    "two receives": ("receive 2 (100 float32, from 0)", "receive 2 (100 float32, from 1)"),
+    "receive count": ("receive 2 (99 float32, from 0)", "send 2 (100 float32, to 1)"),
+    "receive type": ("receive 2 (100 int32, from 0)", "send 2 (100 float32, to 1)"),
+    "send alone": ("send 2 (100 float32, to 0)", "all-reduce 2 (100 float32)"),
 }
 
 
@@ -185,6 +196,8 @@ def test_calls_that_do_not_match(what):
     _, lines, errors = run(2, "mismatch", what)
     said = f"in communicator 0.0 (world ranks 0 1) rank 1 is in {wrong} where rank 0 is in {right}"
     assert lines and all(line.endswith(said) for line in lines), "\n".join([*lines, errors])
+    if wrong[:4] in ("send", "rece"):  # they are between two
+        return
     _, lines, errors = run(3, "mismatch", what)  # a third rank hears of it, too
     assert lines and all(wrong in line and right in line for line in lines), "\n".join([*lines, errors])
 
@@ -209,6 +222,14 @@ def test_hands_off(what):
     assert any(line.startswith("rank 0: invalid usage: " + said) for line in lines), "\n".join([*lines, errors])
 
 
+@pytest.mark.parametrize("what", ("sent", "received"))
+def test_hands_off_messages(what):
+    _, lines, errors = run(2, "touched", what)
+    call, side = ("send", "input") if what == "sent" else ("receive", "output")
+    said = rf"rank 0: invalid usage: {call} 1 \(100 float32, \w+ 1\) of .*: its {side} was written while it was under way"
+    assert any(re.match(said, line) for line in lines), "\n".join([*lines, errors])
+
+
 def test_what_is_refused():
     wanted = [
         r"invalid argument: all-reduce: send buffer of 4004 bytes at \w+ is not in the device's memory",
@@ -217,6 +238,9 @@ def test_what_is_refused():
         r"invalid argument: all-reduce: type 6 is not in the emulator",
         r"invalid argument: broadcast: root 1 of 1 ranks",
         r"invalid argument: all-reduce: no communicator",
+        r"invalid usage: send: rank 0 to itself is not in the emulator",
+        r"invalid argument: send: peer 1 of 1 ranks",
+        r"invalid usage: receive: rank 0 to itself is not in the emulator",
         r"invalid usage: ncclGroupEnd without ncclGroupStart",
         r"invalid argument: ncclCommInitRank: rank 0 of 1, or an id that nobody has made",
     ]

@@ -1,8 +1,9 @@
-// NCCL for the program on the emulator: groups of devices, and collectives queued on streams, by messages of MPI.
+// NCCL for the program on the emulator: groups of devices, collectives and messages queued on streams, by messages of MPI.
 //
 // A call is a piece of work on its stream. When its turn comes it reads its input; then ranks exchange, while other streams
-// and the host go on (each question of the program polls it once); at its end it writes its output. Every collective is the
-// same walk, of which it takes one half or both. For 3 ranks, each with an input of shards a b c:
+// and the host go on (each question of the program polls it once); at its end it writes its output. A send or a receive is one
+// such message. Every collective is the same walk, of which it takes one half or both. For 3 ranks, each with an input of
+// shards a b c:
 //
 //                  rank 0      rank 1      rank 2
 //     reduce       a0+a1+a2    b0+b1+b2    c0+c1+c2       all-reduce, reduce-scatter; reduce: the root's shard is everything
@@ -14,8 +15,10 @@
 // Stricter than NCCL, each by name, at the first rank that sees it and then at all:
 //
 //     one order    A rank tells each peer of a call as soon as the host has made it. The k'th call between two ranks, over all
-//                  communicators, must be the same call for both: operation, count, type, root, communicator. (Calls of one
-//                  ncclGroupStart … ncclGroupEnd are told in the order of communicators, for theirs does not matter.)
+//                  communicators, must be the same call for both: operation, count, type, root, communicator; or the send
+//                  of the one and the receive of the other. (Calls of one ncclGroupStart … ncclGroupEnd are told in the
+//                  order of communicators, collectives before messages, and of these first what goes to the higher rank,
+//                  for their own order does not matter.)
 //     hands off    While a call is under way its output is 0xff, NaN: who reads it without waiting sees that. Who writes to
 //                  its buffers meanwhile is found out at its end.
 //
@@ -59,10 +62,19 @@ struct ncclComm {
 namespace emu {
 namespace {
 
-enum { TAG_HELLO = 40001, TAG_RECORD, TAG_COMM = 50000 }; // the last plus a communicator's key
+enum {
+    TAG_HELLO = 40001,
+    TAG_RECORD,
+    TAG_COMM = 50000,
+    TAG_MESSAGE = 1 << 30
+}; // the last two plus a communicator's key
 
-enum Op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE };
-const char *const op_name[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce"};
+enum Op { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, SEND, RECEIVE };
+const char *const op_name[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast",
+                               "reduce",     "send",           "receive"};
+bool is_message(int op) {
+    return op == SEND || op == RECEIVE;
+}
 const char *const redop_name[] = {"sum", "prod", "max", "min", "avg"};
 struct Type {
     const char *name;
@@ -74,8 +86,8 @@ struct Type {
 // What a rank tells a peer of a call.
 struct Record {
     uint64_t comm, sequence, count;
-    int op, type, redop, root, rank;
-    char failure[600]; // instead: what has gone wrong there
+    int op, type, redop, root, rank; // root: of a message the other end
+    char failure[600];               // instead: what has gone wrong there
 };
 
 std::map<uint64_t, ncclComm *> comms; // alive
@@ -126,7 +138,15 @@ std::string describe(const Record &r) {
                        std::to_string(r.count) + " " + types[r.type].name;
     if (r.redop != ncclSum) text += std::string(" ") + redop_name[r.redop];
     if (r.op == BROADCAST || r.op == REDUCE) text += ", root " + std::to_string(r.root);
+    if (is_message(r.op)) text += (r.op == SEND ? ", to " : ", from ") + std::to_string(r.root);
     return text + ")";
+}
+
+// Calls of two ranks in one communicator, which are one.
+bool fit(const Record &a, const Record &b) {
+    if (a.count != b.count || a.type != b.type) return false;
+    if (is_message(a.op)) return is_message(b.op) && a.op != b.op; // not two that send, face to face
+    return a.op == b.op && a.root == b.root && a.redop == b.redop;
 }
 
 void match(int world) {
@@ -146,8 +166,7 @@ void match(int world) {
                                              std::to_string(peer.matched + 1) + " between them is " +
                                              describe(a) + " of " + name(a) + " for the one, " + describe(b) +
                                              " of " + name(b) + " for the other");
-        else if (a.op != b.op || a.count != b.count || a.type != b.type || a.root != b.root ||
-                 a.redop != b.redop || a.sequence != b.sequence)
+        else if (!fit(a, b))
             break_down(ncclInvalidUsage, "in " + name(a) + " rank " + std::to_string(b.rank) + " is in " +
                                              describe(b) + " where rank " + std::to_string(a.rank) + " is in " +
                                              describe(a));
@@ -218,8 +237,8 @@ struct Call {
     std::vector<uint64_t> turn;       // of each rank of the communicator: which call between it and this rank
     uint64_t send_hash, receive_hash; // of the buffers, as they were left
     std::vector<char> input, own, result;
-    std::vector<std::vector<char>> parts; // of all ranks, for the sum of this rank's shard
-    std::vector<MPI_Request> reducing, gathering;
+    std::vector<std::vector<char>> parts;         // of all ranks, for the sum of this rank's shard
+    std::vector<MPI_Request> reducing, gathering; // the latter for messages, too
     enum { WAITING, REDUCING, GATHERING } stage;
 
     size_t element() const {
@@ -230,6 +249,10 @@ struct Call {
     }
     bool gathers() const {
         return what.op == ALL_REDUCE || what.op == ALL_GATHER || what.op == BROADCAST;
+    }
+    // Is it a call of this other rank, too?
+    bool with(int rank) const {
+        return rank != comm->rank && (!is_message(what.op) || rank == what.root);
     }
     bool is_root(int rank) const {
         return rank == what.root;
@@ -280,8 +303,9 @@ void begin(Call *c) {
 }
 
 const size_t MOST_BYTES = (size_t)1 << 30; // of a message: counts are int
-void post(bool sends, char *at, size_t n, int rank, const ncclComm *comm, std::vector<MPI_Request> &requests) {
-    int tag = TAG_COMM + (int)comm->key, world = comm->world[(size_t)rank];
+void post(bool sends, char *at, size_t n, int rank, const ncclComm *comm, std::vector<MPI_Request> &requests,
+          int tags = TAG_COMM) {
+    int tag = tags + (int)comm->key, world = comm->world[(size_t)rank];
     for (size_t i = 0; i < n; i += MOST_BYTES) {
         int bytes = (int)std::min(MOST_BYTES, n - i);
         requests.push_back(MPI_REQUEST_NULL);
@@ -302,6 +326,15 @@ bool arrived(std::vector<MPI_Request> &requests) {
 void start(Call *c) {
     const ncclComm *comm = c->comm;
     int me = comm->rank, n = comm->size();
+    if (is_message(c->what.op)) {
+        bool sends = c->what.op == SEND;
+        c->result.resize(c->receive_bytes);
+        std::vector<char> &all = sends ? c->input : c->result;
+        post(sends, all.data(), all.size(), c->what.root, comm, c->gathering, TAG_MESSAGE);
+        c->stage = Call::GATHERING;
+        return;
+    }
+    c->stage = Call::REDUCING;
     size_t mine = c->bytes(me);
     if (c->reduces()) {
         c->parts.resize((size_t)n);
@@ -347,10 +380,8 @@ void sum(Call *c) {
 bool exchange(Call *c) {
     if (c->stage == Call::WAITING) {
         for (int r = 0; r < c->comm->size(); r++)
-            if (r != c->comm->rank && peers[c->comm->world[(size_t)r]].matched < c->turn[(size_t)r])
-                return false;
+            if (c->with(r) && peers[c->comm->world[(size_t)r]].matched < c->turn[(size_t)r]) return false;
         start(c);
-        c->stage = Call::REDUCING;
     }
     if (c->stage == Call::REDUCING) {
         if (!arrived(c->reducing)) return false;
@@ -374,7 +405,6 @@ void end(Call *c) {
 // ---- a piece of work: the calls of one group on one stream ---------------------------------------------------------
 struct Together {
     std::vector<Call *> calls;
-    size_t exchanged;
     bool begun;
 };
 
@@ -401,8 +431,13 @@ bool go_on(void *context) {
         for (Call *c : t->calls) begin(c);
         t->begun = true;
     }
-    for (; t->exchanged < t->calls.size(); t->exchanged++)
-        if (!exchange(t->calls[t->exchanged])) return false;
+    bool all = true, next = true; // collectives take turns, messages do not
+    for (Call *c : t->calls) {
+        bool through = (next || is_message(c->what.op)) && exchange(c);
+        if (!is_message(c->what.op)) next &= through;
+        all &= through;
+    }
+    if (!all) return false;
     for (Call *c : t->calls) {
         if (!failure) end(c);
         delete c;
@@ -417,13 +452,17 @@ std::vector<Call *> group;
 void issue() {
     std::vector<Call *> calls;
     calls.swap(group);
+    auto place = [](const Call *c) {
+        bool up = (c->what.op == SEND) == (c->what.root > c->comm->rank);
+        return std::make_pair(c->comm->key, !is_message(c->what.op) ? 0 : up ? 1 : 2);
+    };
     std::stable_sort(calls.begin(), calls.end(),
-                     [](const Call *a, const Call *b) { return a->comm->key < b->comm->key; });
+                     [place](const Call *a, const Call *b) { return place(a) < place(b); });
     std::vector<std::pair<cudaStream_t, Together *>> works;
     for (Call *c : calls) {
         c->what.sequence = ++c->comm->issued;
         for (int r = 0; r < c->comm->size(); r++) {
-            Peer *peer = r == c->comm->rank ? NULL : &peers[c->comm->world[(size_t)r]];
+            Peer *peer = c->with(r) ? &peers[c->comm->world[(size_t)r]] : NULL;
             c->turn.push_back(peer ? ++peer->issued : 0);
             if (!peer) continue;
             peer->mine.push_back(c->what);
@@ -454,13 +493,16 @@ ncclResult_t call(Op op, const void *send, void *receive, size_t count, ncclData
         return refuse_call(ncclInvalidArgument, "%s: operation %d is not in the emulator", op_name[op],
                            (int)redop);
     if (root < 0 || root >= n)
-        return refuse_call(ncclInvalidArgument, "%s: root %d of %d ranks", op_name[op], root, n);
+        return refuse_call(ncclInvalidArgument, "%s: %s %d of %d ranks", op_name[op],
+                           is_message(op) ? "peer" : "root", root, n);
+    if (is_message(op) && root == me)
+        return refuse_call(ncclInvalidUsage, "%s: rank %d to itself is not in the emulator", op_name[op], me);
     size_t bytes = count * types[type].size, all = bytes * (size_t)n, at = (size_t)me * bytes;
     Call c = {};
     c.comm = comm, c.stream = stream, c.send = (const char *)send, c.receive = (char *)receive;
     c.what = {comm->key, 0, count, op, type, redop, root, me, ""};
-    c.send_bytes = op == REDUCE_SCATTER ? all : op == BROADCAST && me != root ? 0 : bytes;
-    c.receive_bytes = op == ALL_GATHER ? all : op == REDUCE && me != root ? 0 : bytes;
+    c.send_bytes = op == REDUCE_SCATTER ? all : op == RECEIVE || (op == BROADCAST && me != root) ? 0 : bytes;
+    c.receive_bytes = op == ALL_GATHER ? all : op == SEND || (op == REDUCE && me != root) ? 0 : bytes;
     for (bool sends : {true, false}) {
         const void *p = sends ? send : receive;
         size_t size = sends ? c.send_bytes : c.receive_bytes;
@@ -681,6 +723,14 @@ ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDa
 ncclResult_t ncclReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                         int root, ncclComm_t comm, cudaStream_t stream) {
     return call(REDUCE, send, receive, count, type, op, root, comm, stream);
+}
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+    return call(SEND, send, NULL, count, type, ncclSum, peer, comm, stream);
+}
+ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+    return call(RECEIVE, NULL, receive, count, type, ncclSum, peer, comm, stream);
 }
 ncclResult_t ncclGroupStart() {
     group_depth++;

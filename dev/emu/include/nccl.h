@@ -1,5 +1,6 @@
-// NCCL, the calls that the program makes: groups of GPUs, and collectives queued on a stream. Names, types and numbers are
-// NVIDIA's (tests/test_emu_nccl.py compares them); what they do here, by messages of MPI, is in dev/emu/nccl.cpp. For C11 and C++.
+// NCCL, the calls that the program makes: groups of GPUs, collectives and messages queued on a stream. Names, types and
+// numbers are NVIDIA's (tests/test_emu_nccl.py compares them); what they do here, by messages of MPI, is in dev/emu/nccl.cpp.
+// For C11 and C++.
 #ifndef EMU_NCCL_H
 #define EMU_NCCL_H
 
@@ -79,6 +80,9 @@ ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDa
                            ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclReduce(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                         ncclComm_t comm, cudaStream_t stream);
+// ---- messages: the k-th from one rank to another in a communicator is the k-th that this one receives from it
+ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
 // ---- calls between the two are one piece of work: all begin together
 ncclResult_t ncclGroupStart(void);
 ncclResult_t ncclGroupEnd(void);
