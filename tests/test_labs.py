@@ -7,9 +7,11 @@ import importlib.util
 import json
 import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ import kernels
 from conftest import ROOT, build, close, environment, run_program
 
 LABS = ROOT / "dev/labs"
-NAMES = ["1_memory", "2_accumulation", "3_overlap", "4_zero", "5_formats", "6_kernels", "7_tensor"]
+NAMES = ["1_memory", "2_accumulation", "3_overlap", "4_zero", "5_formats", "6_kernels", "7_tensor", "8_pipeline"]
 LAB_SECONDS = 200
 
 
@@ -355,6 +357,8 @@ def tensor_elements(name, N, L=4, C=128, T=64):
     """What a rank sends in a step of N tokens, in elements."""
     kind, n, *sp = name.split()
     n = int(n)
+    if kind == "--pp":  # every token's row goes one way; the tied embedding is summed up
+        return N * C + 2 * (256 + T) * C * (n - 1) // n
     if kind == "--dp":
         return 2 * sum(gpt2_units(L, C, T)) * (n - 1) // n
     once, twice = N * C, 2 * N * C  # gathered or scattered; summed
@@ -396,9 +400,9 @@ def test_lab_7_two_hosts(lab):
     assert abs(rate - 8 * 4 * tensor_elements("--tp 2", 8 * 64) / ms / 1e3) < 2 + rate / ms
     rate = math.ceil(rate / 2)
     assert [(row["run"], row["hosts"]) for row in runs] == [
-        (name, hosts) for hosts in "12" for name in ("--dp 2", "--tp 2", "--tp 2 --sp")]  # fmt: skip
-    assert [row["Mbit/s"] for row in runs] == ["memory"] * 3 + [str(rate)] * 3
-    alone = {row["run"]: float(row["tokens/s"]) for row in runs[:3]}
+        (name, hosts) for hosts in "12" for name in ("--dp 2", "--tp 2", "--tp 2 --sp", "--pp 2")]  # fmt: skip
+    assert [row["Mbit/s"] for row in runs] == ["memory"] * 4 + [str(rate)] * 4
+    alone = {row["run"]: float(row["tokens/s"]) for row in runs[:4]}
     for row in runs:
         n = 4 * tensor_elements(row["run"], 8 * 64)
         assert same(row["MB a step"], n), row
@@ -407,7 +411,7 @@ def test_lab_7_two_hosts(lab):
         change = 100 * (float(row["tokens/s"]) / alone[row["run"]] - 1)
         assert abs(number(row["change"]) - change) < 1, row
     changes = {(row["run"], row["Mbit/s"]): row["change"] for row in runs}
-    for row, theirs in zip(playbook, ("-6 %", "-43 %", "-43 %"), strict=True):
+    for row, theirs in zip(playbook, ("-6 %", "-43 %", "-43 %", "-14.9 %"), strict=True):
         assert row["Playbook"] == theirs
         assert row[f"{rate} Mbit/s"] == changes[row["run"], str(rate)], row
 
@@ -417,6 +421,116 @@ def test_lab_7_without_a_cluster(monkeypatch, capsys):
     tensor = load("7_tensor")
     monkeypatch.setattr(tensor.lab, "why_no_cluster", lambda: "cluster.sh: missing: tc")
     assert tensor.crossing(SimpleNamespace(quick=True)) is None
+    assert capsys.readouterr().out == "\nno cluster in a box here, so nothing crosses hosts: cluster.sh: missing: tc\n"
+
+
+def test_lab_7_a_pipeline_sends(text, train):
+    """The bytes of lab 7's pipeline, as a run counts them: those of three steps without those of one."""
+    flags, predicted = load("7_tensor").pipeline(8)
+
+    def sent(steps):
+        more = ["--data", text, "--eval-batches", 1, "--steps", steps]
+        run = train(*flags, *more, ranks=2)
+        comm, names = run.log[-1]["comm"], ("tied", "pp")
+        return [sum(e["bytes"] for e in comm if e["rank"] == r and e["group"] in names) for r in (0, 1)]
+
+    want = 4 * tensor_elements("--pp 2", 8 * 64)
+    assert predicted == want and [(x - y) / 2 for x, y in zip(sent(3), sent(1))] == [want] * 2
+
+
+SCHEDULES = {  # of 4 ranks and 8 micro-batches, F, I and W of a rank taking 1 each: bubble, in flight, edges between ranks
+    "afab": (9, [8, 8, 8, 8], 3),
+    "1f1b": (9, [4, 3, 2, 1], 3),
+    "interleaved": (4.5, [5.5, 4.5, 3.5, 2.5], 7),
+    "zb-h1": (3, [4, 4, 4, 4], 3),
+    "zbv": (1.5, [4, 4, 4, 4], 6),
+}
+
+
+def test_lab_8_schedules(lab):
+    """Idle ranks, activations and messages of five schedules, counted by hand; the losses are equal."""
+    idle, held = lab("8_pipeline").tables[:2]
+    assert [row["run"] for row in idle] == [row["run"] for row in held] == [f"{s}, m = 8" for s in SCHEDULES]
+    N, C, heads = 8 * 64, 128, 8
+    for row, kept, (bubble, flight, edges) in zip(idle, held, SCHEDULES.values()):
+        want = 100 * bubble / (24 + bubble)
+        assert abs(number(row["formula"]) - want) <= 0.051 and row["simulated"] == row["formula"], row
+        assert 0 < number(row["replayed"]) < 60 and 0 < number(row["measured"]) < 100, row
+        if not row["run"].startswith("zb"):  # however F and B differ, so much of the whole is idle
+            assert abs(number(row["replayed"]) - want) < 0.051, row
+        assert row["last loss"] == idle[0]["last loss"]
+        assert list(map(float, kept["in flight"].split())) == flight and kept["expected"] == kept["in flight"], kept
+        # two blocks a rank: x, h1, x_mid, h2, q, k, v, o, up, act, two norms' numbers, lse; the head's x, h, mean and rstd
+        a_micro_batch = 4 * N * 2 * (16 * C + 4 + heads)
+        ranks = [a_micro_batch * x for x in flight]
+        ranks[0 if "zbv" in kept["run"] else 3] += 4 * N * (2 * C + 2) * (8 if "afab" in kept["run"] else 1)
+        assert same(kept["activations"], max(ranks)) and kept["by formula"] == kept["activations"], kept
+        assert int(kept["messages"]) == 2 * 8 * edges == int(kept["2m × edges"]), kept
+
+
+def test_lab_8_two_hosts(lab):
+    """The link as the lab has measured; what is said of times follows from times."""
+    l = lab("8_pipeline")
+    if "no cluster in a box here" in l.text:
+        return
+    said = re.search(r"takes ([\d.]+) ms or more; .*, ([\d.]+) MB, takes ([\d.]+) on a link of (\d+) Mbit/s", l.text)
+    f, mb, wire, rate = map(float, said.groups())
+    bits = 8 * 4 * (8 * 64 * 128)
+    assert same(mb, bits / 8) and abs(wire - bits / rate / 1e3) < 0.051 and abs(rate - bits / f / 1e3) < 2 + rate / f
+    rows = l.tables[2]
+    assert [row["run"] for row in rows] == ["--pp 2 afab", "--pp 2 1f1b"]
+    for row in rows:
+        for ms, change in (("two hosts", "longer"), ("--no-overlap", "that longer")):
+            assert abs(number(row[change]) - 100 * (float(row[ms]) / float(row["one host"]) - 1)) < 1, row
+        assert row["rank 0 sends"] == "8" and row["last loss"] == rows[0]["last loss"], row
+        assert 0 < number(row["played"]) < number(row["that played"]), row
+
+
+def test_lab_8_played(lab):
+    """With messages of x, afab waits for them while it fills and drains, 1f1b's last two ranks in every micro-batch."""
+    l, pipeline = lab("8_pipeline"), load("8_pipeline")
+    for schedule, (bubble, _, _) in SCHEDULES.items():
+        pic = pipeline.picture(l.out / f"8_pipeline.{schedule}.8.trace.json", 2)
+        ways = (0, False), (0.5, False), (0.5, True)
+        free, quick, waits = (pipeline.played(pic, schedule, (1, 1, 1), *way) for way in ways)
+        assert close(free, 24 + bubble, 1e-9) and free < quick < waits, schedule
+        if schedule == "afab":
+            assert close(quick, 33 + 2 * 3 * 0.5, 1e-9) and close(waits, 33 + 2 * 3 * 0.5 + 2 * 7 * 0.5, 1e-9)
+    if "no cluster in a box here" not in l.text:
+        pic = pipeline.picture(l.out / "8_pipeline.2.1f1b.host.trace.json", 2)
+        assert close(pipeline.played(pic, "1f1b", (1, 1, 1), 0.5), 27 + 8 * 0.5, 1e-9)
+
+
+def state(process):
+    """R, S or T: it runs, sleeps, or is stopped."""
+    return pathlib.Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[1].split()[0]
+
+
+def test_lab_8_turns():
+    """Of two ranks that share a core by turns one is stopped at a time, now this and now that; in the end none is."""
+    turns = load("8_pipeline").Turns(2, "")
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    turns.groups, turns.pids = 2, {r: p.pid for r, p in enumerate(busy)}
+    try:
+        with turns:
+            end, stopped = time.monotonic() + 20, [0, 0]
+            while min(stopped) < 20 and time.monotonic() < end:
+                now = [state(p) == "T" for p in busy]
+                stopped = [n + x for n, x in zip(stopped, now)]
+                time.sleep(0.003)
+        assert min(stopped) >= 20, stopped
+        assert all(state(p) != "T" for p in busy)
+    finally:
+        for p in busy:
+            p.kill()
+            p.wait()
+
+
+def test_lab_8_without_a_cluster(monkeypatch, capsys):
+    """One line says why."""
+    pipeline = load("8_pipeline")
+    monkeypatch.setattr(pipeline.lab, "why_no_cluster", lambda: "cluster.sh: missing: tc")
+    assert pipeline.crossing(SimpleNamespace(quick=True)) is None
     assert capsys.readouterr().out == "\nno cluster in a box here, so nothing crosses hosts: cluster.sh: missing: tc\n"
 
 

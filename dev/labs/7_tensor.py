@@ -11,8 +11,10 @@ import lab
 FFN = 4  # channels of the MLP, over C
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 8, 64, 256, 32
 TENSOR = [(1, ""), (2, ""), (2, "--sp"), (4, ""), (4, "--sp")]
-# The Ultra-Scale Playbook's tokens/s of an H100: 8 in one host, 16 in two.
-PLAYBOOK = {"--dp 2": (40150, 37610, "1B"), "--tp 2": (10903, 6246, "3B"), "--tp 2 --sp": (10889, 6159, "3B")}
+PIPED = 8  # micro-batches of --pp 2, which cut the same batch
+# The Ultra-Scale Playbook's tokens/s of an H100: 8 in one host, 16 in two; of a pipeline only what is lost.
+PLAYBOOK = {"--dp 2": (40150, 37610, "1B"), "--tp 2": (10903, 6246, "3B"), "--tp 2 --sp": (10889, 6159, "3B"),
+            "--pp 2": (100, 85.1, None)}  # fmt: skip
 
 
 # ---- formulas -------------------------------------------------------------------------------------------------------
@@ -49,6 +51,14 @@ def flags(ranks, dp, sp, batch=BATCH):
     cut = ["--micro-batch", batch // ranks] if dp else ["--micro-batch", batch, "--tp", ranks]
     size = ["--layers", LAYERS, "--hidden", HIDDEN, "--heads", HEADS, "--seq", SEQ, "--vocab", VOCAB]
     return [*size, *cut, *(["--sp"] if sp else [])]
+
+
+def pipeline(batch):
+    """Flags of two stages, and bytes that a rank sends a step: the residual stream, or its gradient, of every token; and
+    half of the tied embedding's sum, of which both need the whole."""
+    cut = flags(PIPED, True, "", batch)  # a micro-batch is as small as a share of a dp rank
+    elements = batch * SEQ * HIDDEN + (VOCAB + SEQ) * HIDDEN
+    return [*cut, "--accum", PIPED, "--pp", 2], lab.FLOAT * elements
 
 
 def words(ranks, dp, sp):
@@ -100,12 +110,14 @@ def crossing(a):
         return None
     batch, steps, rounds = (8, 2, 1) if a.quick else (64, 3, 3)
     shapes, runs = [(2, True, ""), (2, False, ""), (2, False, "--sp")], {}
+    ways = {words(*shape): (flags(*shape, batch), sent(*shape, batch)[0]) for shape in shapes}
+    ways["--pp 2"] = pipeline(batch)
 
     def measure_all(rate):
         launcher = lab.cluster(2, 2, "--rate", f"{rate}mbit") if rate else lab.cluster(1, 2)
-        for shape in shapes:
-            run = lab.train(a, *flags(*shape, batch), "--steps", steps, launcher=launcher)
-            key = words(*shape), rate
+        for name, (cut, _) in ways.items():
+            run = lab.train(a, *cut, "--steps", steps, launcher=launcher)
+            key = name, rate
             runs[key] = min(run, runs.get(key, run), key=lambda r: r.quickest_ms)
 
     for _ in range(rounds):
@@ -119,8 +131,7 @@ def crossing(a):
             measure_all(rate)
     rows = []
     for rate in [0, *rates]:
-        for shape in shapes:
-            name, n = words(*shape), sent(*shape, batch)[0]
+        for name, (_, n) in ways.items():
             run, wire = runs[name, rate], n * 8 / rate / 1e3 if rate else 0
             rows.append([name, run.start["hosts"], rate or "memory", lab.mb(n), f"{wire:.0f}",
                          f"{runs[name, 0].quickest_ms + wire:.0f}", f"{run.quickest_ms:.0f}",
@@ -130,8 +141,9 @@ def crossing(a):
     lab.table(columns, rows)
     rows = []
     for name, (before, after, model) in PLAYBOOK.items():
-        rows.append([name, *(percent(runs, name, rate) for rate in rates), f"{100 * (after / before - 1):+.0f} %",
-                     f"{before} → {after}", model])  # fmt: skip
+        rows.append([name, *(percent(runs, name, rate) for rate in rates),
+                     f"{100 * (after / before - 1):+.{0 if model else 1}f} %",
+                     f"{before} → {after}" if model else "-", model or "-"])  # fmt: skip
     print("\nwhat crossing costs; of another machine, the Playbook's: groups of 8 H100s in one host, and of 16 in two")
     lab.table(["run", *(f"{rate} Mbit/s" for rate in rates), "Playbook", "tokens/s a GPU", "model"], rows)
     return SimpleNamespace(runs=runs, rates=rates)
@@ -172,15 +184,15 @@ def draw(plt, runs, crossed):
         links = axes[2]
         for i, (name, (before, after, _)) in enumerate(PLAYBOOK.items()):
             heights = [left(crossed.runs, name, rate) for rate in crossed.rates] + [100 * after / before]
-            x = [k + (i - 1) * 0.27 for k in range(len(heights))]
-            links.bar(x, heights, 0.24, label=name, color=("#76b7b2", "#e15759", "#ff9d9a")[i])
+            x = [k + (i - 1.5) * 0.2 for k in range(len(heights))]
+            links.bar(x, heights, 0.18, label=name, color=("#76b7b2", "#e15759", "#ff9d9a", "#5b6f84")[i])
         names = [*(f"{rate} Mbit/s" for rate in crossed.rates), "Playbook,\nH100s"]
         links.set_xticks(range(len(names)), names)
         links.axhline(100, color="k", lw=1.2, ls="--")
         links.set(ylabel="% of one host's tokens/s", title="the group on two hosts")
     for ax in axes:
         ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
-        ax.legend(frameon=False, loc="upper right", ncols=3)
+        ax.legend(frameon=False, loc="upper right", ncols=2 if crossed and ax is axes[-1] else 3)
     return figure
 
 

@@ -62,8 +62,9 @@ class Run:
         self.ms = median([e["ms"] for e in steps[1:] or steps])  # the first step warms up
         self.quickest_ms = min(e["ms"] for e in steps)  # what other programs have disturbed least
         self.tokens_per_s = 1e3 * self.start["tokens_per_step"] / self.ms
-        self.memory = end["memory"][0]
-        self.comm, self.ranks = end["comm"], len(end["memory"])
+        self.memories = end["memory"]  # [ranks]
+        self.memory = self.memories[0]
+        self.comm, self.ranks = end["comm"], len(self.memories)
         self.bytes = self.mean("bytes", "dp")
         self.exposed_ms = self.mean("exposed_ms", "dp") / len(steps)  # a step
 
