@@ -55,8 +55,8 @@ emulator := $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out dev/emu/nccl.cpp $(if $(f
             $(wildcard dev/emu/*.cpp)))
 library  += $(emulator) $(if $(filter 1,$(MPI)),$(BUILD)/dev/emu/nccl.o)
 endif
-objects := $(BUILD)/train_gpt2.o $(BUILD)/report.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/tp_sp.o $(BUILD)/fp8_linear.o $(library)
-faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather matmul_backward_weight adamw_update connect send MPI_Abort
+objects := $(BUILD)/train_gpt2.o $(BUILD)/config.o $(BUILD)/report.o $(BUILD)/report_explain.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/tp_sp.o $(BUILD)/pp_1f1b.o $(BUILD)/fp8_linear.o $(library)
+faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather comm_send comm_receive matmul_backward_weight adamw_update connect send MPI_Abort
 text    := build/repository.txt # what a bare ./train learns: this repository
 prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/* runtime/*.[ch] tests/*.c tests/*.cu tests/*.py dev/*.md \
                              dev/*.html dev/*.py dev/*.sh dev/*/*.md dev/*/*.py dev/*/*.sh dev/*/*.cpp dev/emu/*.h))
@@ -71,7 +71,11 @@ $(BUILD)/train: $(objects)
 
 $(BUILD)/train_gpt2.o: train_gpt2.cu
 	@echo "  cc   $<"
-	@$(CC) $(CFLAGS) -DREPOSITORY_TEXT='"$(CURDIR)/$(strip $(text))"' -x c -c $< -o $@
+	@$(CC) $(CFLAGS) -x c -c $< -o $@
+
+$(BUILD)/config.o: config.c
+	@echo "  cc   $<"
+	@$(CC) $(CFLAGS) -DREPOSITORY_TEXT='"$(CURDIR)/$(strip $(text))"' -c $< -o $@
 
 $(BUILD)/%.o: %.c
 	@echo "  cc   $<"
@@ -81,7 +85,8 @@ $(BUILD)/tests/train_with_faults: tests/faults.c $(objects) # the program, with 
 	@echo "  link $@"
 	@$(CC) $(CFLAGS) $(filter-out %.h,$^) -o $@ $(foreach f,$(faulty),-Wl,--wrap=$(f)) $(LIBS)
 
-$(BUILD)/tests/test_report: $(BUILD)/report.o $(BUILD)/tp_sp.o
+$(BUILD)/tests/test_report: $(BUILD)/report.o $(BUILD)/report_explain.o $(BUILD)/tp_sp.o $(BUILD)/pp_1f1b.o
+$(BUILD)/tests/test_schedule: $(BUILD)/pp_1f1b.o
 $(BUILD)/tests/%: tests/%.c $(library) # C unit tests, with cmocka
 	@echo "  link $@"
 	@$(CC) $(CFLAGS) $(filter-out %.h,$^) -o $@ -lcmocka $(LIBS)
@@ -194,12 +199,12 @@ bench: ready
 	$(MAKE) DEVICE=cpu PRECISION=fp32
 	build/venv/bin/python dev/bench/bench.py
 
-reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c tp_sp.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
+reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c tp_sp.c pp_1f1b.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
            runtime/comm.h runtime/comm.c
 loc:
 	@echo "to read, in this order:"; wc -l $(reading)
 	@echo "then, in CUDA:"; wc -l runtime/comm_cuda.c kernels/cuda.cuh kernels/ptx.cuh $(filter-out kernels/cuda.cuh kernels/ptx.cuh,$(wildcard kernels/*.cu*)) kernels/ladder.h
-	@echo "plumbing:"; wc -l report.[ch] state.[ch] $(filter-out $(reading) kernels/ladder.h runtime/comm_cuda.c,$(wildcard kernels/*.h runtime/*.[ch]))
+	@echo "plumbing:"; wc -l config.[ch] report.[ch] state.[ch] $(filter-out $(reading) kernels/ladder.h runtime/comm_cuda.c,$(wildcard kernels/*.h runtime/*.[ch]))
 	@echo "tools and tests:"; wc -l dev/*.* dev/*/*.* tests/* | tail -n 1
 
 clean:

@@ -22,7 +22,8 @@
 // reduce gradients like that, after every micro-batch, since they have no place to sum them up whole. The tied
 // embedding, used at both ends of the model, has a place of its own, and stays whole from its F to the head's I. Three
 // buckets ZeRO-3 gathers once, not twice: the embedding (its own backward needs no weights), and the last two, still
-// whole when the backward starts.
+// whole when the backward starts. (So it is where F and B take turns. In a pipeline it is up to the schedule what is still
+// whole; --explain counts the gathers. A rank's buckets are those of its chunks, and none is gathered ahead for another chunk.)
 //
 // The loss is divided by the number of target tokens of the *global* batch before backward (dloss, in train_step), so
 // gradients are summed, not averaged, and any number of ranks takes the same step.
@@ -36,21 +37,34 @@
 
 // ---- buckets -----------------------------------------------------------------------------------------------------------
 
-// Which units share a bucket: the embedding is alone; from the head backwards, neighbours come together up to --bucket-mb.
+// Does a unit share the bucket of the one before it? Not the embedding, which is used at both ends; not units of two chunks; and
+// not the head, which adds to gradients in I, with blocks whose W is put off.
+static bool may_share(const Model *m, int unit) {
+    bool head = unit == m->n_units - 1;
+    return unit > 1 && m->chunk_of[unit] == m->chunk_of[unit - 1] && !(head && pp_defers_w(&m->config));
+}
+
+// Which units share a bucket: from the head backwards, neighbours come together up to --bucket-mb. This rank's are numbered from
+// the front, chunk by chunk.
 static void group_units(Model *m) {
-    int last = m->n_units - 1, n = 0;
     double limit = m->config.bucket_mb * 1e6 / sizeof(floatX);
-    size_t *unit_count = host_alloc((size_t)m->n_units, sizeof *unit_count), count = 0;
-    m->bucket_of = host_alloc((size_t)m->n_units, sizeof *m->bucket_of);
+    size_t *unit_count = host_alloc((size_t)m->n_units, sizeof *unit_count);
+    bool *joined = host_alloc((size_t)m->n_units, sizeof *joined); // to the unit before
+    size_t count = 0;
     for (const Param *p = m->param; p < m->param + m->n_params; p++) unit_count[p->unit] += p->size;
-    for (int u = last; u > 0; u--) { // counted from the back ...
-        bool fits = u < last && (double)(count + unit_count[u]) <= limit;
-        count = fits ? count + unit_count[u] : unit_count[u];
-        m->bucket_of[u] = fits ? n : ++n;
+    for (int u = m->n_units - 1; u > 0; u--) {
+        count += unit_count[u];
+        joined[u] = may_share(m, u) && (double)(count + unit_count[u - 1]) <= limit;
+        if (!joined[u]) count = 0;
     }
-    for (int u = 1; u <= last; u++) m->bucket_of[u] = n + 1 - m->bucket_of[u]; // ... numbered from the front
-    m->n_buckets = n + 1;
+    m->bucket_of = host_alloc((size_t)m->n_units, sizeof *m->bucket_of);
+    for (int u = 0; u < m->n_units; u++) m->bucket_of[u] = -1;
+    if (m->param[0].here) m->bucket_of[0] = m->n_buckets++; // the copy of a tied one, too
+    for (int k = 0; k < m->config.virtual_stages; k++)
+        for (int u = m->chunk[k].first_unit; u <= m->chunk[k].last_unit; u++)
+            if (u > 0) m->bucket_of[u] = joined[u] ? m->n_buckets - 1 : m->n_buckets++;
     free(unit_count);
+    free(joined);
 }
 
 static void name_bucket(Bucket *b, int last) {
@@ -69,9 +83,10 @@ static void fill_buckets(Model *m) {
     m->bucket = host_alloc((size_t)m->n_buckets, sizeof(Bucket));
     for (int i = 0; i < m->n_params; i++) {
         Param *p = &m->param[i];
+        if (!p->here) continue;
         p->bucket = m->bucket_of[p->unit];
         Bucket *b = &m->bucket[p->bucket];
-        if (b->n_params++ == 0) b->first_param = i, b->first_unit = p->unit;
+        if (b->n_params++ == 0) b->first_param = i, b->first_unit = p->unit, b->chunk = m->chunk_of[p->unit];
         b->last_unit = p->unit;
         p->offset = b->count;
         b->count += p->size;
@@ -109,7 +124,7 @@ static void cut(Model *m) {
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
 static bool is_tied_embedding(const Model *m, int i) {
-    return i == 0 && m->config.tie;
+    return m->config.tie && m->bucket[i].first_unit == 0;
 }
 
 // Memory for all of bucket i: its own where it stays, else a slot that it shares with every second bucket.
@@ -119,7 +134,7 @@ static void *whole_memory(const Model *m, int i, size_t item, bool stays, MemCat
     if (is_tied_embedding(m, i)) return device_alloc(MEM_TIED, b->count * item);
     if (!slot[i & 1]) {
         size_t most = 0;
-        for (int j = i; j < m->n_buckets; j += 2)
+        for (int j = i; j < m->n_buckets; j += 2) // (a tied embedding has come before)
             if (m->bucket[j].count > most) most = m->bucket[j].count;
         slot[i & 1] = device_alloc(MEM_WHOLE_BUCKETS, most * item);
     }
@@ -265,7 +280,6 @@ static void square_gradients(Model *m, const Bucket *b) {
     }
 }
 
-// Remembers the first parameter, as the last backward came by, of which this rank itself had a gradient that is not finite.
 static void find_not_finite(Model *m) {
     if (m->not_finite.param >= 0) return;
     double *squares = host_alloc((size_t)m->n_params, sizeof *squares);
@@ -273,14 +287,23 @@ static void find_not_finite(Model *m) {
     int i = m->n_params - 1;
     while (i >= 0 && isfinite(squares[i])) i--;
     m->not_finite.param = i; // −1: none
-    m->not_finite.micro = m->bucket[0].summed;
+    if (i >= 0) m->not_finite.micro = m->bucket[m->param[i].bucket].summed;
     free(squares);
+}
+
+void dp_find_not_finite(Model *m) {
+    if (m->config.zero >= 2 && m->config.accum > 1) find_not_finite(m);
+}
+
+// What is in the gradient moves to its fp32 sum, if there is one.
+static void bank_gradient(Bucket *b) {
+    if (b->grad32) gradient_accumulate(b->grad32, b->grad, b->count);
 }
 
 // One more micro-batch is in. The sum over ranks starts when there is nothing more to add, or no place to keep it.
 static void close_gradient(Model *m, int i) {
     Bucket *b = &m->bucket[i];
-    if (b->grad32) gradient_accumulate(b->grad32, b->grad, b->count);
+    bank_gradient(b);
     b->open = false;
     b->summed++;
     if (m->config.zero < 2 && b->summed < m->config.accum) return;
@@ -293,27 +316,52 @@ static void close_gradient(Model *m, int i) {
                                                  : comm_reduce_scatter(m->grid.dp, own, whole, b->count, type));
 }
 
+// Which weights a pass of a unit reads, to which gradients it adds: W's are products of activations alone, and the embedding has
+// no I. What those two ends add, they add in I.
+static bool reads_weights(int unit, Pass pass) {
+    return pass == PASS_F || (pass != PASS_W && unit > 0);
+}
+
+static bool adds_gradients(const Model *m, int unit, Pass pass) {
+    bool block = unit > 0 && unit < m->n_units - 1;
+    return pass == PASS_B || pass == (block ? PASS_W : PASS_I);
+}
+
+// The bucket of a tied embedding, where the unit is the head; else −1.
+static int shared_by(const Model *m, int unit) {
+    return m->config.tie && unit == m->n_units - 1 ? m->bucket_of[0] : -1;
+}
+
 void dp_begin(Model *m, int unit, Pass pass) {
-    int i = m->bucket_of[unit], next = pass == FORWARD ? i + 1 : i - 1;
-    if (pass == BACKWARD && unit == m->n_units - 1) {    // the host has just waited, for the losses
-        if (m->bucket[0].summed > 0) find_not_finite(m); // in the micro-batch before
-        device_zero(m->squares, (size_t)m->n_params * sizeof *m->squares);
-    }
-    if (pass == FORWARD || i > 0) { // the embedding's backward needs no weights
+    int i = m->bucket_of[unit], next = pass == PASS_F ? i + 1 : i - 1, tied = shared_by(m, unit);
+    if (reads_weights(unit, pass)) {
+        if (tied >= 0) gather(m, tied);
         gather(m, i);
+        if (tied >= 0) comm_wait(m->bucket[tied].gather);
         comm_wait(m->bucket[i].gather);
-        if (next < m->n_buckets && (pass == FORWARD || next > 0)) gather(m, next);
+        bool follows = next >= 0 && next < m->n_buckets && m->bucket[next].chunk == m->bucket[i].chunk;
+        if (follows && reads_weights(m->bucket[next].first_unit, pass)) gather(m, next);
     }
-    if (pass == FORWARD) return;
+    if (!adds_gradients(m, unit, pass)) return;
     open_gradient(m, i);
-    if (unit == m->n_units - 1 && m->config.tie) open_gradient(m, 0);
+    if (tied >= 0) open_gradient(m, tied);
+}
+
+static void end_bucket(Model *m, int i, Pass pass, bool added) {
+    if (m->config.zero == 3 && pass != PASS_W) set_whole(m, i, false);
+    if (added) close_gradient(m, i);
 }
 
 void dp_end(Model *m, int unit, Pass pass) {
-    int i = m->bucket_of[unit];
-    if (pass == FORWARD || unit != m->bucket[i].first_unit) return;
-    if (m->config.zero == 3) set_whole(m, i, false);
-    close_gradient(m, i);
+    int i = m->bucket_of[unit], tied = shared_by(m, unit);
+    bool added = adds_gradients(m, unit, pass);
+    if (pass == PASS_F) return;
+    if (unit == m->bucket[i].first_unit) end_bucket(m, i, pass, added);
+    if (tied < 0) return;
+    if (m->bucket[tied].chunk < 0)
+        end_bucket(m, tied, pass, added);
+    else if (m->bucket[tied].chunk != m->chunk_of[unit])
+        bank_gradient(&m->bucket[tied]); // the embedding is to come, but other micro-batches' heads may come before it
 }
 
 // ---- the step --------------------------------------------------------------------------------------------------------
@@ -371,4 +419,5 @@ void dp_optimizer_step(Model *m, double grad_norm, OptimizerStep s) {
         share_weights(m, i);
         comm_progress();
     }
+    device_zero(m->squares, (size_t)m->n_params * sizeof *m->squares);
 }

@@ -47,6 +47,7 @@ static Range part(const Param *p, size_t begin, size_t end) {
 
 // The part of p whose optimizer this rank is, and where it stands in the bucket's own arrays.
 static Range own_part(const Model *m, const Param *p) {
+    if (!p->here) return (Range){0, 0};
     const Bucket *b = &m->bucket[p->bucket];
     return part(p, b->own, b->own_end);
 }
@@ -165,9 +166,10 @@ static void add_model_meta(MetaList *list, const Config *c) {
 // The part of parameter p that lies in this rank's shard of its bucket, where no other tp rank counts it: every element is
 // written by one rank.
 static int shard_pieces(Piece *out, const Model *m, const Param *p, int tensor, float *own_values) {
+    if (!p->here || !p->counted) return 0;
     const Bucket *b = &m->bucket[p->bucket];
     Range r = part(p, b->shard, b->shard_end);
-    if (!p->counted || r.begin == r.end) return 0;
+    if (r.begin == r.end) return 0;
     return pieces(out, p, r, tensor, own_values + (p->offset + r.begin - b->own));
 }
 
@@ -349,6 +351,10 @@ void state_check_replicas(const Model *m, long step) {
     for (size_t i = 0; i < (size_t)m->n_params; i++) {
         const Param *p = &m->param[i];
         const Bucket *b = &m->bucket[p->bucket];
+        if (!p->here) {
+            mine[KINDS * i + WEIGHT] = mine[KINDS * i + STATE] = (Copy){UINT64_MAX, 0}; // of nothing, all alike
+            continue;
+        }
         Range own = own_part(m, p);
         size_t count = own.end - own.begin, place = own_place(m, p);
         bool whole = m->config.zero < 3;

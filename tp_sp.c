@@ -65,7 +65,7 @@ void tp_slice(const Config *c, Param *p, int rank) {
 // ---- gradients that are sums of parts ------------------------------------------------------------------------------------
 
 static Comm *over(const Model *m, const Param *p) {
-    return p->parts == 1 ? NULL : p->split == SPLIT_KV_HEADS ? m->grid.kv : m->grid.tp;
+    return p->parts == 1 || !p->here ? NULL : p->split == SPLIT_KV_HEADS ? m->grid.kv : m->grid.tp;
 }
 
 // Neighbours in a bucket whose gradients are summed over the same ranks.
@@ -157,15 +157,15 @@ Rows tp_exit(const Model *m, floatX *partial) {
 
 // ---- the vocabulary ----------------------------------------------------------------------------------------------------
 
-void tp_cross_entropy(const Model *m, float dloss) {
+void tp_cross_entropy(const Model *m, floatX *logits, float dloss) {
     const Param *wte = &m->param[0]; // the head has the same rows
     size_t N = m->B * m->T, V = wte->slice_rows, Vp = (size_t)m->config.padded_vocab;
     int32_t first = (int32_t)wte->row;
     float *max = m->logit_stats, *global_max = max + N, *sum = global_max + N, *target = sum + N;
-    cross_entropy_local(max, sum, target, m->logits, m->targets, first, N, V, Vp);
+    cross_entropy_local(max, sum, target, logits, m->targets, first, N, V, Vp);
     device_copy(global_max, max, N * sizeof(float));
     comm_wait(comm_all_reduce_max(m->grid.tp, global_max, N));
     cross_entropy_rescale(sum, max, global_max, N);
     comm_wait(comm_all_reduce(m->grid.tp, sum, 2 * N, DTYPE_F32)); // and target, which lies behind it
-    cross_entropy_global(m->losses, m->logits, m->targets, first, global_max, sum, target, dloss, N, V, Vp);
+    cross_entropy_global(m->losses, logits, m->targets, first, global_max, sum, target, dloss, N, V, Vp);
 }

@@ -1,5 +1,6 @@
-// The words that all files share, in reading order: what a run is (Config), where a rank stands (Grid), what is learned
-// (Param, Bucket), and the model that is trained (Model). Then the strategies, a few prototypes each.
+// The words that all files share, in reading order: where a rank stands (Grid), what is learned (Param, Bucket), the model that
+// is trained (Model). Then the strategies, a few prototypes each. What a run is, is in config.h; in which order a rank does what,
+// in pp_1f1b.h.
 //
 // Sizes, everywhere: B sequences a micro-batch, T tokens a sequence, N = B·T rows, C channels (--hidden), H query heads,
 // KV key/value heads, D = C/H channels a head, F channels inside the MLP (--ffn), V the vocabulary, Vp padded, L layers.
@@ -9,60 +10,22 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "config.h"
 #include "kernels/kernels.h"
+#include "pp_1f1b.h"
 #include "runtime/comm.h"
-#include "runtime/data.h"
-#include "runtime/flags.h"
-
-// ---- What a run is: one field a flag ------------------------------------------------------------------------------
-typedef enum { ARCH_GPT2, ARCH_LLAMA } Arch;
-#define ARCHS "gpt2|llama"
-typedef enum { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL } Recompute;
-typedef enum { ATTENTION_FLASH, ATTENTION_NAIVE } Attention;
-typedef enum { MATMUL_FP32, MATMUL_BF16 } MatmulInputs;
-typedef enum { FP8_NONE = -1, FP8_ALL_E4M3, FP8_HYBRID } Fp8Recipe;
-#define FP8_RECIPES "e4m3|hybrid"
-
-typedef struct {
-    // model
-    int model, arch;
-    long layers, heads, kv_heads, hidden, ffn, vocab, seq;
-    double rope_theta;
-    bool tie;
-    // data
-    FlagFiles data, val;
-    long seed;
-    // step
-    long micro_batch, accum, batch_tokens, steps, warmup;
-    double lr, min_lr, beta1, beta2, weight_decay, grad_clip;
-    // parallel
-    long ranks, dp, zero, tp;
-    double bucket_mb;
-    int comm;
-    bool no_overlap, sp;
-    // memory and precision
-    int recompute, attention, matmul;
-    int fp8; // Fp8Recipe
-    bool grad_accum_fp32, lazy_optimizer;
-    // run
-    long eval_every, eval_batches, sample, save_every, keep;
-    long check_replicas;
-    const char *init, *save, *resume, *log, *trace;
-    double timeout, peak_tflops;
-    bool dry_run, json, explain, quiet;
-    // derived
-    long positions;    // rows of the learned position table: ≥ seq (gpt2); 0 (llama)
-    long padded_vocab; // rows in memory of a rank's slice of the vocabulary
-    long global_batch; // sequences a step, over all ranks
-} Config;
 
 // ---- Where a rank stands -------------------------------------------------------------------------------------------
-// rank = dp · TP + tp: tensor parallelism, which sends most, is among neighbours.
+// rank = (pp · DP + dp) · TP + tp: tensor parallelism, which sends most, is among neighbours, and the pipeline, which sends
+// least, goes from host to host.
 typedef struct {
     Comm *world; // every rank
+    Comm *pp;    // the ranks that hold other layers of the same model, and see the same sequences
     Comm *dp;    // the ranks that hold the same parameters and see other sequences
     Comm *tp;    // the ranks that share each matrix, and see the same sequences
     Comm *kv;    // those of tp that hold the same key/value heads: more than one where tp > --kv-heads
+    Comm
+        *tied; // those of pp that hold a tied embedding: the first stage's, and the last one's if it is another
 } Grid;
 
 // ---- What is learned -------------------------------------------------------------------------------------------------
@@ -77,21 +40,23 @@ typedef struct {
     Split split;
     // This rank's slice of it: from row and column on, so many rows and columns.
     size_t row, col, slice_rows, slice_cols;
-    bool counted; // of the tp ranks with this very slice, this is the one that counts and saves it
+    bool here;    // does this rank hold it, or is it another stage's?
+    bool counted; // of the ranks of tp and pp with this very slice, this is the one that counts and saves it
     int parts;    // tp ranks among which its gradient is a sum of parts; 1: each computes all of it
     size_t size;  // elements in memory: the slice, and the padding of a vocabulary
-    int unit, bucket;
-    size_t offset; // of its first element in the bucket
-    float init;    // standard deviation of the initial values; 0: zeros; −1: ones
-    size_t place;  // offset of the pointer to it in Block or Ends
+    int unit, bucket; // the bucket: where it is here
+    size_t offset;    // of its first element in the bucket
+    float init;       // standard deviation of the initial values; 0: zeros; −1: ones
+    size_t place;     // offset of the pointer to it in Block or Ends
 } Param;
 
 // A unit is the embedding (unit 0), a block (1 … L) or the head (L + 1). All parameters of one unit, or of several
-// neighbours (--bucket-mb; never the embedding), lie in one flat buffer: what data parallelism reduces, ZeRO shards
-// and ZeRO-3 gathers. Of its elements, this rank's *shard* is the part that a reduce-scatter brings it; *its own* are
+// neighbours of a chunk (--bucket-mb; never the embedding), lie in one flat buffer: what data parallelism reduces, ZeRO
+// shards and ZeRO-3 gathers. Of its elements, this rank's *shard* is the part that a reduce-scatter brings it; *its own* are
 // those that its optimizer updates: all of them at ZeRO-0, the shard from ZeRO-1 on.
 typedef struct {
     char name[32];
+    int chunk; // −1: the last stage's copy of a tied embedding
     int first_unit, last_unit;
     int first_param, n_params;
     size_t count;            // elements
@@ -107,8 +72,9 @@ typedef struct {
     float *master, *m, *v;  // fp32 weights (bf16 builds) and AdamW's moments
     size_t *decay, n_decay; // ranges of its own elements that decay: the matrices
     // Where it stands.
-    bool whole;    // the weights are, or will be once their gather is done
-    bool open;     // the gradient is being added to, by one micro-batch
+    bool whole; // the weights are, or will be once their gather is done
+    bool
+        open; // the gradient is being added to: by one micro-batch; a tied one (zbv) by heads of later ones, too
     bool reducing; // its reduction is under way, or not waited for yet
     long summed;   // micro-batches of this step that are in the gradient
     Work gather, reduce;
@@ -153,13 +119,21 @@ typedef struct {
     floatX *act;          // [N, F]          its output                                       2f/t
 } Activations;
 
-// The gradients of a block's four matrix products' outputs: what W needs, beside activations.
+// What W needs, beside activations: the gradients of a block's four matrix products' outputs; and what I has summed of norms'.
 typedef struct {
-    floatX *down; // [R, C]: the gradient of the residual stream as it leaves
-    floatX *up;   // [N, U]
-    floatX *out;  // [R, C]: the same, between MLP and attention
-    floatX *qkv;  // [N, A+2·KV·D]
+    floatX *down;  // [R, C]: the gradient of the residual stream as it leaves
+    floatX *up;    // [N, U]
+    floatX *out;   // [R, C]: the same, between MLP and attention
+    floatX *qkv;   // [N, A+2·KV·D]
+    floatX *norms; // [4, C]: of norm1's weight and bias, of norm2's
 } OutputGrads;
+
+// What the head keeps of one micro-batch.
+typedef struct {
+    floatX *x, *h1;     // [R, C]: the residual stream at its end, and normalised
+    float *mean, *rstd; // [R]
+    floatX *logits;     // [N, Vp], then their gradient
+} HeadActivations;
 
 typedef struct {
     Config config;
@@ -169,8 +143,11 @@ typedef struct {
     Bucket *bucket;
     int n_buckets;
     int n_units;
-    int *bucket_of; // [n_units]
-    uint64_t data;  // fingerprint of the training data
+    int *bucket_of, *chunk_of; // [n_units]; −1: another rank's
+    int pp_rank;               // place in the pipeline: that of grid.pp, but a dry run answers for each in turn
+    Chunk *chunk;              // [virtual_stages]
+    long blocks;               // of its largest chunk
+    uint64_t data;             // fingerprint of the training data
     // Some matrix products have inputs of 16 or fewer bits: the peak that MFU is held against is theirs.
     bool bf16_products;
     size_t parameters; // true count: without the vocabulary's padding
@@ -184,15 +161,22 @@ typedef struct {
     int32_t *host_tokens, *host_targets, *window; // and one sequence [T + 1]
     int32_t *positions;                           // [T] global position of each local token
     float *rope;                                  // [T, D/2, 2] (llama)
-    Activations *acts;                            // [L + 1]; the last holds the head's x, h1 and statistics
-    OutputGrads dout[2];         // block l's is dout[l & 1], the embedding's ("block −1") dout[1]
-    floatX *logits;              // [N, Vp], then their gradient
+    long loaded;                                  // which of the step's; −1: none
+    // And those in flight, by Action.slot, .dout and .head. Under full recomputation acts has x alone; the rest is rebuilt.
+    Activations *acts;           // [slots, blocks]
+    Activations *rebuilt;        // F's, and where W is put off [1 + douts · blocks]
+    OutputGrads *dout;           // [douts, blocks]
+    floatX *d_embedding;         // [R, C]: gradient of the embedding's output
+    HeadActivations *head;       // [heads]
     float *logit_stats;          // [4, N]: largest on this rank, largest of all, sum of exp, the target's
     float *losses, *host_losses; // [N], and a copy that the host can read
     floatX *temp_c, *temp_f;     // [N, C], [N, F]: what lives within one F or I
     floatX *gathered[2];         // [N, C]: rows that --sp brings together
     void *workspace;             // for kernels
     double *squares; // [n_params + 1]: Σ g² of each parameter on this rank; one more, for a sum over many
+
+    Plan *plan;                // of a step
+    struct Pipeline *pipeline; // messages between stages (pp_1f1b.c)
 
     // The first parameter whose gradient was not finite on this rank, before any sum (−1: none), and in which micro-batch.
     struct {
@@ -231,20 +215,21 @@ void linear_backward_weight(const Model *m, floatX *dweight, const floatX *dout,
 size_t linear_workspace(const Model *m, size_t M, size_t K, size_t N);
 
 // ---- dp_zero.c: data parallelism -----------------------------------------------------------------------------------------
-typedef enum { FORWARD, BACKWARD } Pass;
-
 // Fills the buckets (once), and reserves their weights, gradients and optimizer state (the last at first use with
 // --lazy-optimizer).
 void dp_reserve(Model *m);
-// Around a unit's forward, or its backward. Begin: its weights are whole, the next bucket's are on their way; in a
-// backward, the gradient is ready to be added to. End of a backward: once all units of the bucket are through, ZeRO-3
-// lets go of its weights, and the sum over ranks of its gradient starts (below ZeRO-2, with the last micro-batch). The
-// tied embedding's gradient is begun by the head.
+// Around a unit's F, I, W or B. Begin: where the pass reads weights (F and I), they are whole, and the next bucket's are on their
+// way; where it adds to gradients (W; of the embedding and the head I), they are ready to be added to. End: once all units of the
+// bucket are through, ZeRO-3 lets go of weights, and the sum over ranks of gradients starts (below ZeRO-2, with the last
+// micro-batch). A tied embedding's gradient is begun by the head.
 void dp_begin(Model *m, int unit, Pass pass);
 void dp_end(Model *m, int unit, Pass pass);
 // Own weights have changed (initial values, a file's, a step's). Where every rank keeps the whole ones but updates a shard
 // (ZeRO-1 and -2), an all-gather a bucket starts; at ZeRO-3 the next dp_begin gathers.
 void dp_share_weights(Model *m);
+// Remembers the first parameter, as a backward comes by, of which this rank itself had a gradient that is not finite. Before each
+// backward: from ZeRO-2 on a look at the last one, which waits for the device; below, gradients are looked at in dp_grad_norm.
+void dp_find_not_finite(Model *m);
 // Waits for the reductions. The global gradient's L2 norm, over the world, every distinct element counted once.
 double dp_grad_norm(Model *m);
 // Clips by the norm, takes one AdamW step on what is this rank's own, and shares the weights.
@@ -267,11 +252,29 @@ Rows tp_enter(const Model *m, floatX *x, int place);
 // Out of a product that is cut by input (out, down): this rank's rows [R, C] of the sum over tp of partial [N, C], inside partial.
 Rows tp_exit(const Model *m, floatX *partial);
 
-// From m->logits, of which each rank has the columns of its slice of the vocabulary, to m->losses [N]; with dloss ≠ 0 the
+// From logits [N, Vp], of which each rank has the columns of its slice of the vocabulary, to m->losses [N]; with dloss ≠ 0 the
 // logits become their own gradient.
-void tp_cross_entropy(const Model *m, float dloss);
+void tp_cross_entropy(const Model *m, floatX *logits, float dloss);
 // Of parameters held by several tp ranks of which each has seen a part: sums that part of the gradient which is this rank's
 // own, once its sum over dp is there.
 void tp_sum_gradients(const Model *m);
+
+// ---- pp_1f1b.c: pipeline parallelism; its schedules are in pp_1f1b.h ---------------------------------------------------------
+// Opens the channels between stages. Collective over pp; not in a dry run.
+void pp_connect(Model *m);
+// Buffers for what is under way in m->plan, and in any evaluation.
+void pp_reserve(Model *m);
+// Before the first action of a plan: the first receives are posted. The first time collective over pp: fail_all (exit 3) where
+// two ranks' messages do not fit.
+void pp_start(Model *m, const Plan *plan);
+// What a pass of a chunk begins with, from the neighbouring stage, into x [R, C]: for F the residual stream, else its gradient.
+void pp_receive(Model *m, int chunk, Pass pass, floatX *x);
+// Where the pass is to write what it hands on [R, C], once the message that left from there before is gone; and: it is written, and
+// leaves when its turn has come.
+floatX *pp_buffer(Model *m, int chunk, Pass pass);
+void pp_send(Model *m, int chunk, Pass pass);
+// Where the two ends of a tied embedding are on two ranks: sums this rank's own part of its gradient over both, once its sum over
+// dp is there.
+void pp_sum_gradients(const Model *m);
 
 #endif

@@ -1,15 +1,17 @@
 // Trains GPT-2 and Llama-style language models. Reads top to bottom:
 //
-//   flags -> configuration -> data -> parameters -> memory -> a block, forward and backward -> the model
-//         -> one training step -> evaluation, sampling -> main
+//   parameters -> memory -> a block, forward and backward -> the model -> one training step
+//              -> evaluation, sampling -> main
 //
-// Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c, tp_sp.c),
-// what an operation computes in kernels/, where values come from and are saved in state.c, what is printed in report.c, and
-// runtime/ is plumbing: memory, messages, files.
+// Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c, tp_sp.c,
+// pp_1f1b.c), what an operation computes in kernels/, what a run is (flags, presets, data) in config.c, where values come from and are
+// saved in state.c, what is printed in report.c and report_explain.c, and runtime/ is plumbing: memory, messages, files.
 //
 // Four letters name the work: F is a forward, I the gradient of an input, W the gradient of the weights, B both. (As sizes,
-// B, T, C, F … are those of train.h.) W's products have functions of their own, to stand where a rank would else only wait.
+// B, T, C, F … are those of train.h.) W's products have functions of their own, to stand where a rank would else only wait:
+// for a sum over tp, or, put off by a schedule, for another rank of the pipeline.
 #include "train.h"
+#include "config.h"
 #include "report.h"
 #include "state.h"
 #include "runtime/checkpoint.h"
@@ -25,423 +27,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// =====================================================================================================================
-// Flags
-// =====================================================================================================================
-
-#define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
-#define NOT_GIVEN     (-1) // the default of a number that follows from others
-
-static Config config = {
-    .arch = NOT_GIVEN,
-    .layers = NOT_GIVEN,
-    .heads = NOT_GIVEN,
-    .kv_heads = NOT_GIVEN,
-    .hidden = NOT_GIVEN,
-    .ffn = NOT_GIVEN,
-    .vocab = NOT_GIVEN,
-    .seq = NOT_GIVEN,
-    .rope_theta = NOT_GIVEN,
-    .seed = 1337,
-    .micro_batch = 8,
-    .accum = 1,
-    .batch_tokens = NOT_GIVEN,
-    .steps = 200,
-    .warmup = 20,
-    .lr = 1e-3,
-    .min_lr = NOT_GIVEN,
-    .beta1 = 0.9,
-    .beta2 = 0.95,
-    .weight_decay = 0.1,
-    .grad_clip = 1,
-    .ranks = NOT_GIVEN,
-    .dp = NOT_GIVEN,
-    .tp = 1,
-    .comm = NOT_GIVEN,
-    .fp8 = FP8_NONE,
-    .eval_batches = 8,
-    .keep = 2,
-    .timeout = 600,
-    .peak_tflops = NOT_GIVEN,
-};
-
-typedef struct {
-    Arch arch;
-    long layers, heads, kv_heads, hidden, ffn, vocab, seq; // vocab 0: as the data has it
-    double rope_theta;
-    bool tie;
-} Preset;
-
-// clang-format off
-#define PRESET_NAMES "gpt2-tiny|llama-tiny|gpt2-124M|gpt2-355M|gpt2-774M|gpt2-1558M|" \
-                     "llama-0.5B|llama-1B|llama-3B|llama-8B|llama-70B|llama-405B|gpt3-175B"
-static const Preset presets[] = { // in the order of PRESET_NAMES
-    // arch      layers heads kv  hidden   ffn   vocab   seq  theta  tied
-    {ARCH_GPT2,     4,   8,   8,   128,   512,      0,   64,      0, true},
-    {ARCH_LLAMA,    4,   8,   4,   128,   352,      0,   64,  10000, false},
-    {ARCH_GPT2,    12,  12,  12,   768,  3072,  50257, 1024,      0, true},
-    {ARCH_GPT2,    24,  16,  16,  1024,  4096,  50257, 1024,      0, true},
-    {ARCH_GPT2,    36,  20,  20,  1280,  5120,  50257, 1024,      0, true},
-    {ARCH_GPT2,    48,  25,  25,  1600,  6400,  50257, 1024,      0, true},
-    {ARCH_LLAMA,   24,  20,   4,  1280,  3840,  32000, 2048,  10000, true},
-    {ARCH_LLAMA,   16,  32,   8,  2048,  8192, 128256, 8192, 500000, true},
-    {ARCH_LLAMA,   28,  24,   8,  3072,  8192, 128256, 8192, 500000, true},
-    {ARCH_LLAMA,   32,  32,   8,  4096, 14336, 128256, 8192, 500000, false},
-    {ARCH_LLAMA,   80,  64,   8,  8192, 28672, 128256, 8192, 500000, false},
-    {ARCH_LLAMA,  126, 128,   8, 16384, 53248, 128256, 8192, 500000, false},
-    {ARCH_GPT2,    96,  96,  96, 12288, 49152,  50257, 2048,      0, true},
-};
-
-#define COUNT 1e12 // more than any count of anything here
-static const Flag flags[] = {
-    {"model", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"model",      FLAG_CHOICE, &config.model, "preset; a flag beside it overrides its value", 0, 0, PRESET_NAMES},
-    {"arch",       FLAG_CHOICE, &config.arch, "block", 0, 0, ARCHS},
-    {"layers",     FLAG_INT,  &config.layers, "blocks", 1, 1e4, NULL},
-    {"heads",      FLAG_INT,  &config.heads, "query heads", 1, 1e4, NULL},
-    {"kv-heads",   FLAG_INT,  &config.kv_heads, "key/value heads; divides heads", 1, 1e4, NULL},
-    {"hidden",     FLAG_INT,  &config.hidden, "channels of the residual stream", 1, 1e6, NULL},
-    {"ffn",        FLAG_INT,  &config.ffn, "channels inside the MLP", 1, 1e7, NULL},
-    {"vocab",      FLAG_INT,  &config.vocab, "tokens in the vocabulary; else as the data has it", 1, 1e7, NULL},
-    {"seq",        FLAG_INT,  &config.seq, "tokens a sequence (T)", 1, 1e7, NULL},
-    {"rope-theta", FLAG_REAL, &config.rope_theta, "base of the rotary angles (llama)", 1, 1e12, NULL},
-    {"tie",        FLAG_SWITCH, &config.tie, "the head shares the embedding's weights (gpt2 always does)", 0, 0, NULL},
-    {"data", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"data",       FLAG_FILES, &config.data, "text (bytes) or llm.c token shards (.bin); else this repository's text", 0, 0, NULL},
-    {"val",        FLAG_FILES, &config.val, "the same, for evaluation; else the last tenth of a text", 0, 0, NULL},
-    {"seed",       FLAG_INT,  &config.seed, "of initial weights, data order and samples", 0, COUNT, NULL},
-    {"step", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"micro-batch",  FLAG_INT, &config.micro_batch, "sequences a data-parallel rank and micro-batch (B)", 1, 1e5, NULL},
-    {"accum",        FLAG_INT, &config.accum, "micro-batches a step", 1, 1e6, NULL},
-    {"batch-tokens", FLAG_INT, &config.batch_tokens, "tokens a step over all ranks; accum follows", 1, COUNT, NULL},
-    {"steps",        FLAG_INT, &config.steps, "optimizer steps", 1, COUNT, NULL},
-    {"lr",           FLAG_REAL, &config.lr, "peak learning rate", 0, 1e3, NULL},
-    {"warmup",       FLAG_INT, &config.warmup, "steps of linear warm-up, then a cosine", 0, COUNT, NULL},
-    {"min-lr",       FLAG_REAL, &config.min_lr, "where the cosine ends; else lr / 10", 0, 1e3, NULL},
-    {"beta1",        FLAG_REAL, &config.beta1, "AdamW's first moment", 0, 0.999999, NULL},
-    {"beta2",        FLAG_REAL, &config.beta2, "AdamW's second moment", 0, 0.999999, NULL},
-    {"weight-decay", FLAG_REAL, &config.weight_decay, "of matrices", 0, 1e3, NULL},
-    {"grad-clip",    FLAG_REAL, &config.grad_clip, "largest gradient norm; 0: none", 0, 1e9, NULL},
-    {"parallel", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"ranks",      FLAG_INT, &config.ranks, "start this many ranks here, under mpirun", 1, 1e5, NULL},
-    {"dp",         FLAG_INT, &config.dp, "data-parallel ranks; follows from the rest", 1, 1e5, NULL},
-    {"zero",       FLAG_INT, &config.zero, "shard over dp: 1 the optimizer, 2 gradients too, 3 weights too", 0, 3, NULL},
-    {"bucket-mb",  FLAG_REAL, &config.bucket_mb, "merge neighbouring blocks' buckets up to N MB of weights", 0, 1e6, NULL},
-    {"tp",         FLAG_INT, &config.tp, "tensor-parallel ranks: they share every matrix", 1, 1e4, NULL},
-    {"sp",         FLAG_SWITCH, &config.sp, "and the rows between the matrices (sequence parallelism)", 0, 0, NULL},
-    {"comm",       FLAG_CHOICE, &config.comm, "GPUs: NCCL (where each rank has its own), or through the host", 0, 0, TRANSPORTS},
-    {"no-overlap", FLAG_SWITCH, &config.no_overlap, "wait for every message where it leaves", 0, 0, NULL},
-    {"memory", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"recompute",  FLAG_CHOICE, &config.recompute, "forward work done again in the backward", 0, 0, "none|selective|full"},
-    {"attention",  FLAG_CHOICE, &config.attention, "tiles, or the whole T×T matrix", 0, 0, "flash|naive"},
-    {"grad-accum-fp32", FLAG_SWITCH, &config.grad_accum_fp32, "sum bf16 gradients in fp32", 0, 0, NULL},
-    {"lazy-optimizer", FLAG_SWITCH, &config.lazy_optimizer, "reserve AdamW's moments at the end of step 1", 0, 0, NULL},
-    {"precision", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"matmul",     FLAG_CHOICE, &config.matmul, "what inputs of matrix products are rounded to", 0, 0, "fp32|bf16"},
-    {"fp8",        FLAG_CHOICE, &config.fp8, "the blocks' linear layers in 8 bits; hybrid: gradients as E5M2", 0, 0, FP8_RECIPES},
-    {"run", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"eval-every", FLAG_INT, &config.eval_every, "evaluate every N steps; 0: at the end", 0, COUNT, NULL},
-    {"eval-batches", FLAG_INT, &config.eval_batches, "global batches of an evaluation", 1, COUNT, NULL},
-    {"sample",     FLAG_INT, &config.sample, "write N tokens at the end", 0, 1e9, NULL},
-    {"init",       FLAG_TEXT, &config.init, "start from the weights in this safetensors file", 0, 0, NULL},
-    {"save",       FLAG_TEXT, &config.save, "write checkpoints to this directory", 0, 0, NULL},
-    {"save-every", FLAG_INT, &config.save_every, "every N steps; 0: at the end", 0, COUNT, NULL},
-    {"keep",       FLAG_INT, &config.keep, "how many checkpoints stay", 1, 1e6, NULL},
-    {"resume",     FLAG_TEXT, &config.resume, "go on from the newest checkpoint in this directory", 0, 0, NULL},
-    {"log",        FLAG_TEXT, &config.log, "write JSON lines", 0, 0, NULL},
-    {"trace",      FLAG_TEXT, &config.trace, "write a Chrome trace of all ranks (ui.perfetto.dev)", 0, 0, NULL},
-    {"timeout",    FLAG_REAL, &config.timeout, "seconds of silence before who is missing is named; longer than a save takes", 1, 1e6, NULL},
-    {"check-replicas", FLAG_INT, &config.check_replicas, "compare all copies of each weight every N steps; 0: never", 0, COUNT, NULL},
-    {"peak-tflops", FLAG_REAL, &config.peak_tflops, "a rank's peak, for MFU; else measured (CPU) or published (GPU)", 1e-6, 1e6, NULL},
-    {"dry-run",    FLAG_SWITCH, &config.dry_run, "say what the run would need and send, and end", 0, 0, NULL},
-    {"json",       FLAG_SWITCH, &config.json, "as JSON (with --dry-run)", 0, 0, NULL},
-    {"explain",    FLAG_SWITCH, &config.explain, "print groups, parameters and messages, and end", 0, 0, NULL},
-    {"quiet",      FLAG_SWITCH, &config.quiet, "print nothing but errors", 0, 0, NULL},
-};
-// clang-format on
-
-// =====================================================================================================================
-// Configuration: flags, a preset that was asked for, the checkpoint's own description, the default preset; in this order,
-// each filling in what is still open, and checked before anything is allocated
-// =====================================================================================================================
-
-// A number of the file's description; 0 where it has none.
-static long meta_number(const SafeTensors *s, const char *path, const char *name) {
-    const char *text = safetensors_meta(s, name);
-    if (!text) return 0;
-    char *end;
-    long x = strtol(text, &end, 10);
-    if (*end || x < 1 || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
-    return x;
-}
-
-static void take_setting(const SafeTensors *s, const char *path, int i) {
-    long *value = setting(&config, i), saved = meta_number(s, path, model_settings[i].name);
-    if (!saved) return;
-    if (*value == NOT_GIVEN) *value = saved;
-    if (*value != saved)
-        fail_all(EXIT_USAGE, "--%s %ld: %s holds another model; nearest: %ld", model_settings[i].flag, *value,
-                 path, saved);
-}
-
-// The model as a checkpoint describes it.
-static void config_from_file(const char *path) {
-    Config *c = &config;
-    SafeTensors *s = safetensors_open(path);
-    const char *arch = safetensors_meta(s, "arch"), *tie = safetensors_meta(s, "tie");
-    const char *theta = safetensors_meta(s, "rope_theta");
-    long length = meta_number(s, path, "seq"), trained = meta_number(s, path, "trained_seq");
-    if (arch) {
-        if (strcmp(arch, "llama") != 0 && strcmp(arch, "gpt2") != 0)
-            fail_all(EXIT_USAGE, "%s: its metadata says arch = %s; known: %s", path, arch, ARCHS);
-        int saved = strcmp(arch, "llama") == 0 ? ARCH_LLAMA : ARCH_GPT2;
-        if (c->arch != NOT_GIVEN && c->arch != saved)
-            fail_all(EXIT_USAGE, "--arch %s: %s holds another model; nearest: %s", flag_choice(ARCHS, c->arch),
-                     path, arch);
-        c->arch = saved;
-    }
-    for (int i = 0; i < MODEL_SETTINGS; i++) take_setting(s, path, i);
-    if (tie && c->tie && strcmp(tie, "1") != 0)
-        fail_all(EXIT_USAGE, "--tie: %s holds a model with a head of its own; leave the flag out", path);
-    if (tie) c->tie = strcmp(tie, "1") == 0;
-    if (theta && c->rope_theta == NOT_GIVEN) c->rope_theta = strtod(theta, NULL);
-    if (!(c->rope_theta == NOT_GIVEN || c->rope_theta >= 1))
-        fail_all(EXIT_USAGE, "%s: its metadata says rope_theta = %s", path, theta);
-    if (length) {
-        if (c->seq == NOT_GIVEN) c->seq = trained ? trained : length;
-        if (c->arch == ARCH_GPT2 && c->seq > length)
-            fail_all(EXIT_USAGE, "--seq %ld: longer than the position table of %s; nearest: %ld", c->seq, path,
-                     length);
-        c->positions = length;
-    }
-    safetensors_close(s);
-}
-
-// Sizes that are still open come from the preset.
-static void config_from_preset(void) {
-    Config *c = &config;
-    const Preset *p = &presets[c->model];
-    if (c->arch == NOT_GIVEN) c->arch = p->arch;
-    if (c->arch == (int)p->arch) c->tie |= p->tie;
-    // Where the preset ties one size to another, the ratio is kept: multi-head stays multi-head, 4·hidden stays so.
-    if (c->kv_heads == NOT_GIVEN && c->heads != NOT_GIVEN && p->kv_heads == p->heads) c->kv_heads = c->heads;
-    if (c->ffn == NOT_GIVEN && c->hidden != NOT_GIVEN && p->ffn % p->hidden == 0)
-        c->ffn = p->ffn / p->hidden * c->hidden;
-    const long value[] = {p->layers, p->heads, p->kv_heads, p->hidden, p->ffn, p->vocab};
-    for (int i = 0; i < MODEL_SETTINGS; i++)
-        if (*setting(c, i) == NOT_GIVEN && value[i] > 0) *setting(c, i) = value[i];
-}
-
-// Refuses x where `step` does not divide it, and suggests the multiples of `step` on both sides of x.
-static void must_divide(const char *flag, long x, const char *by, long step) {
-    long below = x / step * step;
-    if (below == x) return;
-    if (below == 0)
-        fail_all(EXIT_USAGE, "--%s %ld: not a multiple of %s = %ld; nearest: %ld", flag, x, by, step, step);
-    fail_all(EXIT_USAGE, "--%s %ld: not a multiple of %s = %ld; nearest: %ld or %ld", flag, x, by, step, below,
-             below + step);
-}
-
-// Sizes are counted in 64 bits. What would not fit there is refused, in a dry run too, before it is multiplied.
-static void check_countable(const Config *c) {
-    double rows = (double)c->micro_batch * (double)c->seq, C = (double)c->hidden, F = (double)c->ffn;
-    double scores = (double)c->heads * (c->attention == ATTENTION_NAIVE ? (double)c->seq : 1);
-    double activations = rows * ((double)c->layers * (16 * C + 6 * F + scores) + 2 * (double)c->vocab);
-    double parameters =
-        (double)c->layers * C * (4 * C + 3 * F) + (2 * (double)c->vocab + (double)c->positions) * C;
-    double bytes = 4 * activations + 20 * parameters;
-    if (bytes > 1e18)
-        fail_all(EXIT_USAGE,
-                 "--layers %ld --hidden %ld --micro-batch %ld --seq %ld: a rank would need %.1e GB; nearest: "
-                 "smaller",
-                 c->layers, c->hidden, c->micro_batch, c->seq, bytes * 1e-9);
-    double tokens = rows * (double)c->accum * (double)c->dp;
-    if (tokens > 1e18)
-        fail_all(EXIT_USAGE, "--micro-batch %ld --accum %ld --dp %ld: %.1e tokens a step; nearest: fewer",
-                 c->micro_batch, c->accum, c->dp, tokens);
-}
-
-// Flash attention on a GPU takes heads of so many channels at most.
-static void check_heads(const Config *c) {
-    size_t D = (size_t)(c->hidden / c->heads), most = flash_attention_most_channels();
-    if (c->attention != ATTENTION_FLASH || D <= most) return;
-    long heads = (c->hidden - 1) / (long)most + 1; // the fewest that make a head small enough, and are legal
-    while (heads < c->hidden && (c->hidden % heads != 0 || heads % c->kv_heads != 0 ||
-                                 (c->arch == ARCH_LLAMA && c->hidden / heads % 2 != 0)))
-        heads++;
-    char nearest[48] = "";
-    if (heads < c->hidden) snprintf(nearest, sizeof nearest, "--heads %ld, or ", heads);
-    fail_all(EXIT_USAGE,
-             "--hidden %ld: %zu channels a head; flash attention on this device takes %zu at most; nearest: "
-             "%s--attention naive",
-             c->hidden, D, most, nearest);
-}
-
-// Why so many tensor-parallel ranks cannot share this model evenly; NULL: they can.
-static const char *tp_fault(const Config *c, long tp) {
-    static char fault[64];
-    if (c->heads % tp != 0)
-        snprintf(fault, sizeof fault, "does not divide %ld attention heads", c->heads);
-    else if (c->kv_heads % tp != 0 && tp % c->kv_heads != 0)
-        snprintf(fault, sizeof fault, "can neither split nor copy %ld key/value heads evenly", c->kv_heads);
-    else if (c->ffn % tp != 0)
-        snprintf(fault, sizeof fault, "does not divide --ffn %ld", c->ffn);
-    else if (c->vocab < tp)
-        snprintf(fault, sizeof fault, "is more than the %ld tokens of the vocabulary", c->vocab);
-    else
-        return NULL;
-    return fault;
-}
-
-static void check_tp(Config *c) {
-    if (tp_fault(c, c->tp)) {
-        long below = c->tp - 1, above = c->tp + 1; // 1 is always right
-        while (tp_fault(c, below)) below--;
-        while (above <= c->heads && tp_fault(c, above)) above++;
-        char more[32] = "";
-        if (above <= c->heads) snprintf(more, sizeof more, " or %ld", above);
-        fail_all(EXIT_USAGE, "--tp %ld %s; nearest: %ld%s", c->tp, tp_fault(c, c->tp), below, more);
-    }
-    if (c->tp == 1) c->sp = false; // all rows are one rank's
-    if (!c->sp || c->seq % c->tp == 0) return;
-    long below = c->seq / c->tp * c->tp, above = below + c->tp;
-    bool longer = c->arch == ARCH_LLAMA || above <= c->positions ||
-                  !(c->init || c->resume); // has the file such positions?
-    char nearest[48];
-    if (below == 0 || !longer)
-        snprintf(nearest, sizeof nearest, "%ld", below ? below : above);
-    else
-        snprintf(nearest, sizeof nearest, "%ld or %ld", below, above);
-    fail_all(EXIT_USAGE, "--seq %ld: --sp cuts it into --tp %ld equal parts; nearest: %s", c->seq, c->tp,
-             nearest);
-}
-
-// The grid, for this many ranks.
-static void check_grid(Config *c, long world) {
-    long groups = world / c->tp;
-    if (groups * c->tp != world) {
-        char below[32] = "";
-        if (groups > 0) snprintf(below, sizeof below, "%ld or ", groups * c->tp);
-        long tp = c->tp - 1; // 1 is always right
-        while (world % tp != 0 || tp_fault(c, tp)) tp--;
-        fail_all(EXIT_USAGE,
-                 "--tp %ld: needs %ld ranks, or a multiple of that; the run has %ld; nearest: --ranks %s%ld, "
-                 "or --tp %ld",
-                 c->tp, c->tp, world, below, (groups + 1) * c->tp, tp);
-    }
-    if (c->dp == NOT_GIVEN) c->dp = groups;
-    if (c->dp != groups)
-        fail_all(EXIT_USAGE, "--dp %ld: the run has %ld rank%s and --tp %ld; nearest: %ld", c->dp, world,
-                 world == 1 ? "" : "s", c->tp, groups);
-}
-
-// Derives what follows and refuses what cannot be, for this many ranks.
-static void config_check(Config *c, long world) {
-    must_divide("hidden", c->hidden, "--heads", c->heads);
-    must_divide("heads", c->heads, "--kv-heads", c->kv_heads);
-    check_tp(c);
-    check_grid(c, world);
-    check_countable(c);
-    if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
-        fail_all(EXIT_USAGE, "--hidden %ld: %ld channels a head cannot be paired for rotation; nearest: %ld",
-                 c->hidden, c->hidden / c->heads, c->hidden + c->heads);
-    check_heads(c);
-    if (c->arch == ARCH_GPT2) c->tie = true;
-    if (c->arch == ARCH_LLAMA) c->positions = 0;
-    c->padded_vocab = ((c->vocab - 1) / c->tp + 64) / 64 * 64; // of the largest slice
-    if (c->min_lr == NOT_GIVEN) c->min_lr = c->lr / 10;
-    if (c->min_lr > c->lr)
-        fail_all(EXIT_USAGE, "--min-lr %g: above --lr %g; nearest: %g", c->min_lr, c->lr, c->lr);
-    if (c->batch_tokens != NOT_GIVEN) {
-        long micro = c->micro_batch * c->seq * c->dp;
-        must_divide("batch-tokens", c->batch_tokens, "micro-batch · seq · dp", micro);
-        if (flag_given(&config.accum) && c->accum != c->batch_tokens / micro)
-            fail_all(EXIT_USAGE, "--accum %ld: --batch-tokens %ld needs %ld; give one of the two", c->accum,
-                     c->batch_tokens, c->batch_tokens / micro);
-        c->accum = c->batch_tokens / micro;
-    }
-    c->global_batch = c->micro_batch * c->accum * c->dp;
-    if (c->save_every && !c->save) fail_all(EXIT_USAGE, "--save-every %ld: needs --save DIR", c->save_every);
-    if (c->log && c->trace && strcmp(c->log, c->trace) == 0)
-        fail_all(EXIT_USAGE, "--trace %s: --log writes there; nearest: %s.json", c->trace, c->trace);
-    if (c->init && c->resume)
-        fail_all(EXIT_USAGE, "--init %s: --resume brings its own weights; give one of the two", c->init);
-    if (c->json && !c->dry_run) fail_all(EXIT_USAGE, "--json: goes with --dry-run");
-}
-
-static Data *train_data, *val_data;
-
-// Some weight is held by more than one rank: over dp all are, below ZeRO-3; over tp those that are not cut.
-static bool has_replicas(const Config *c) {
-    return c->tp > 1 || (c->dp > 1 && c->zero < 3);
-}
-
-// What is legal but does nothing is said, so that nobody waits for an effect.
-static void say_without_effect(const Config *c) {
-    bool bf16_build = sizeof(floatX) == 2;
-    if (c->recompute == RECOMPUTE_SELECTIVE && c->attention == ATTENTION_FLASH)
-        say("--recompute selective changes nothing: flash attention already computes the scores again");
-    if (c->grad_accum_fp32 && !bf16_build)
-        say("--grad-accum-fp32 changes nothing: this build's gradients are fp32");
-    if (c->arch == ARCH_GPT2 && flag_given(&config.rope_theta))
-        say("--rope-theta changes nothing: gpt2 learns its positions");
-    if (flag_given(&config.keep) && !c->save) say("--keep changes nothing: no --save");
-    if (flag_given(&config.eval_batches) && !val_data)
-        say("--eval-batches changes nothing: no validation data");
-    if (c->zero > 0 && c->dp == 1)
-        say("--zero %ld changes nothing: one data-parallel rank holds all shards", c->zero);
-    if (flag_given(&config.sp) && c->tp == 1)
-        say("--sp changes nothing: one tensor-parallel rank holds all rows");
-    bool alone = c->dp * c->tp == 1;
-    if (flag_given(&config.comm) && alone) say("--comm changes nothing: one rank sends no messages");
-    if (c->no_overlap && alone) say("--no-overlap changes nothing: one rank sends no messages");
-    if (flag_given(&config.lazy_optimizer) && c->resume)
-        say("--lazy-optimizer changes nothing: a resumed run has its moments before the first step");
-    if (c->check_replicas && !has_replicas(c))
-        say("--check-replicas changes nothing: every weight is held once");
-    if (flag_given(&config.matmul) && bf16_build) say("--matmul changes nothing: this build's values are bf16");
-}
-
-// =====================================================================================================================
-// Data
-// =====================================================================================================================
-
-// Opens what --data and --val name. A text without --val holds out its last tenth, if that is a window long.
-static void open_data(Config *c) {
-    static char *repository[] = {REPOSITORY_TEXT};
-    if (c->dry_run && !c->data.count) { // nothing is read
-        if (c->vocab == NOT_GIVEN) c->vocab = 256;
-        return;
-    }
-    FlagFiles files = c->data.count ? c->data : (FlagFiles){repository, 1};
-    size_t T = (size_t)c->seq;
-    uint64_t seed = (uint64_t)c->seed;
-    train_data = data_open(files.path, files.count, T, seed, DATA_ALL);
-    if (c->vocab == NOT_GIVEN) c->vocab = data_vocab(train_data);
-    if (c->val.count) {
-        val_data = data_open(c->val.path, c->val.count, T, seed, DATA_ALL);
-        if (data_vocab(val_data) != data_vocab(train_data))
-            fail_all(
-                EXIT_USAGE,
-                "--val %s: another kind of tokens than those of --data; both must be texts, or alike shards",
-                c->val.path[0]);
-    } else if (data_vocab(train_data) == 256 && data_tokens(train_data) / 10 > T) {
-        data_close(train_data);
-        train_data = data_open(files.path, files.count, T, seed, DATA_FIRST_NINE_TENTHS);
-        val_data = data_open(files.path, files.count, T, seed, DATA_LAST_TENTH);
-    }
-    if (!val_data && c->eval_every) fail_all(EXIT_USAGE, "--eval-every %ld: needs --val FILE", c->eval_every);
-}
-
-static void check_data(const Config *c) {
-    if (!train_data || data_windows(train_data) >= (uint64_t)c->global_batch) return;
-    fail_all(
-        EXIT_USAGE,
-        "--data %s: %llu sequences of %ld tokens, one step takes %ld; nearest: fewer --micro-batch or --accum",
-        c->data.count ? c->data.path[0] : REPOSITORY_TEXT, (unsigned long long)data_windows(train_data), c->seq,
-        c->global_batch);
-}
 
 // =====================================================================================================================
 // Parameters: a table of names and shapes
@@ -519,6 +104,9 @@ static void add_unit(Model *m, const char *prefix, const ParamSpec *spec, size_t
         p->split = spec[i].split;
         p->unit = m->n_units;
         tp_slice(c, p, m->grid.tp->rank);
+        p->here = m->chunk_of[p->unit] >= 0;
+        if (p->unit == 0 && pp_ties(c) && m->pp_rank == c->pp - 1)
+            p->here = true, p->counted = false; // the last stage's copy, which the first one counts
         p->size = (spec[i].rows == DIM_V ? (size_t)c->padded_vocab : p->slice_rows) * p->slice_cols;
         p->init = spec[i].init == STD_RESIDUAL ? STD / sqrtf(2 * (float)c->layers) : spec[i].init;
         p->place = spec[i].place;
@@ -527,10 +115,32 @@ static void add_unit(Model *m, const char *prefix, const ParamSpec *spec, size_t
     m->n_units++;
 }
 
-// The table of parameters: names and shapes, no memory for their values yet.
+// Which units this rank of the pipeline has.
+static void model_chunks(Model *m) {
+    const Config *c = &m->config;
+    free(m->chunk), free(m->chunk_of);
+    m->chunk = host_alloc((size_t)c->virtual_stages, sizeof *m->chunk);
+    m->chunk_of = host_alloc((size_t)c->layers + 2, sizeof *m->chunk_of);
+    pp_chunks(c, m->pp_rank, m->chunk);
+    for (int unit = 0; unit < c->layers + 2; unit++) m->chunk_of[unit] = -1;
+    m->blocks = 0;
+    for (int k = 0; k < c->virtual_stages; k++) {
+        for (int unit = m->chunk[k].first_unit; unit <= m->chunk[k].last_unit; unit++) m->chunk_of[unit] = k;
+        if (m->chunk[k].blocks > m->blocks) m->blocks = m->chunk[k].blocks;
+    }
+}
+
+// The table of parameters: names and shapes of all, wherever they are; no memory for their values yet. May be called again, for
+// another place in the pipeline.
 static void model_layout(Model *m) {
     const Config *c = &m->config;
     size_t L = (size_t)c->layers;
+    model_chunks(m);
+    for (int i = 0; i < m->n_buckets; i++) free(m->bucket[i].decay);
+    free(m->bucket), free(m->bucket_of), free(m->param);
+    m->parameters = 0;
+    m->n_params = m->n_units = m->n_buckets = 0;
+    m->bucket = NULL;
     m->param =
         host_alloc(LENGTH(embedding_params) + L * LENGTH(block_params) + LENGTH(head_params), sizeof(Param));
     add_unit(m, "", embedding_params, LENGTH(embedding_params));
@@ -555,7 +165,7 @@ static void model_layout(Model *m) {
 static void place_params(Model *m) {
     for (int i = 0; i < m->n_params; i++) {
         const Param *p = &m->param[i];
-        if (p->place == FUSED) continue;
+        if (p->place == FUSED || !p->here) continue;
         const Bucket *b = &m->bucket[p->bucket];
         bool ends = p->unit == 0 || p->unit == m->n_units - 1;
         char *w = ends ? (char *)&m->ends : (char *)&m->block[p->unit - 1];
@@ -605,78 +215,132 @@ static AttentionShape attention_shape(const Model *m) {
     return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.A, .causal = true};
 }
 
-// What blocks keep. Recomputation shares: under `full` all blocks write one set of buffers, which the backward fills again
-// from the block's own x; under `selective` all write one attention matrix.
-static void reserve_activations(Model *m) {
+// All that a block's forward writes, but x, and the attention matrix where that is shared.
+static void reserve_block(const Model *m, Activations *a) {
     const Config *c = &m->config;
     BlockSize s = block_size(m);
     MemCategory cat = MEM_ACTIVATIONS;
-    for (long l = 0; l < c->layers; l++) {
-        Activations *a = &m->acts[l];
-        if (l > 0) *a = m->acts[0];
-        if (l == 0 || c->recompute != RECOMPUTE_FULL) {
-            if (c->arch == ARCH_GPT2) a->mean1 = alloc_f(cat, s.R), a->mean2 = alloc_f(cat, s.R);
-            a->rstd1 = alloc_f(cat, s.R);
-            a->h1 = alloc_x(cat, s.R * s.C);
-            a->qkv = alloc_x(cat, s.N * s.QKV);
-            if (c->attention == ATTENTION_FLASH) a->lse = alloc_f(cat, s.N * s.H);
-            a->o = alloc_x(cat, s.N * s.A);
-            a->x_mid = alloc_x(cat, s.R * s.C);
-            a->rstd2 = alloc_f(cat, s.R);
-            a->h2 = alloc_x(cat, s.R * s.C);
-            a->up = alloc_x(cat, s.N * s.U);
-            a->act = alloc_x(cat, s.N * s.F);
-        }
-        if (c->attention == ATTENTION_NAIVE && (l == 0 || c->recompute == RECOMPUTE_NONE))
-            a->probs = alloc_x(cat, s.N * s.H * m->T);
-        a->x = alloc_x(cat, s.R * s.C);
-    }
-    Activations *head = &m->acts[c->layers];
-    if (c->arch == ARCH_GPT2) head->mean1 = alloc_f(cat, s.R);
-    head->rstd1 = alloc_f(cat, s.R);
-    head->h1 = alloc_x(cat, s.R * s.C);
-    head->x = alloc_x(cat, s.R * s.C);
+    if (c->arch == ARCH_GPT2) a->mean1 = alloc_f(cat, s.R), a->mean2 = alloc_f(cat, s.R);
+    a->rstd1 = alloc_f(cat, s.R);
+    a->h1 = alloc_x(cat, s.R * s.C);
+    a->qkv = alloc_x(cat, s.N * s.QKV);
+    if (c->attention == ATTENTION_FLASH) a->lse = alloc_f(cat, s.N * s.H);
+    a->o = alloc_x(cat, s.N * s.A);
+    a->x_mid = alloc_x(cat, s.R * s.C);
+    a->rstd2 = alloc_f(cat, s.R);
+    a->h2 = alloc_x(cat, s.R * s.C);
+    a->up = alloc_x(cat, s.N * s.U);
+    a->act = alloc_x(cat, s.N * s.F);
 }
 
-enum { LOGIT_ROWS = 5 }; // numbers a row of the loss: m->logit_stats, m->losses
+// What F keeps, for each micro-batch in flight. Recomputation shares: under `selective` all blocks write one attention matrix;
+// under `full` all of F write one set of buffers, which a backward fills again from the block's own x; where W is put off, each
+// block that waits for it has a set of its own.
+static void reserve_activations(Model *m) {
+    const Config *c = &m->config;
+    const RankPlan *plan = &m->plan->rank[m->pp_rank];
+    BlockSize s = block_size(m);
+    bool full = c->recompute == RECOMPUTE_FULL, naive = c->attention == ATTENTION_NAIVE;
+    long kept = plan->slots * m->blocks, again = pp_defers_w(c) ? plan->douts * m->blocks : 0;
+    floatX *probs = naive && c->recompute != RECOMPUTE_NONE ? alloc_x(MEM_ACTIVATIONS, s.N * s.H * m->T) : NULL;
+    m->acts = host_alloc((size_t)kept, sizeof *m->acts);
+    m->rebuilt = host_alloc((size_t)again + 1, sizeof *m->rebuilt);
+    for (Activations *a = m->acts; a < m->acts + kept; a++) {
+        a->x = alloc_x(MEM_ACTIVATIONS, s.R * s.C);
+        if (!full) reserve_block(m, a);
+        a->probs = naive && !probs ? alloc_x(MEM_ACTIVATIONS, s.N * s.H * m->T) : probs;
+    }
+    for (Activations *a = m->rebuilt; full && a <= m->rebuilt + again; a++)
+        reserve_block(m, a), a->probs = probs;
+
+    m->head = host_alloc((size_t)plan->heads, sizeof *m->head);
+    for (HeadActivations *h = m->head; h < m->head + plan->heads; h++) {
+        if (c->arch == ARCH_GPT2) h->mean = alloc_f(MEM_ACTIVATIONS, s.R);
+        h->rstd = alloc_f(MEM_ACTIVATIONS, s.R);
+        h->h1 = alloc_x(MEM_ACTIVATIONS, s.R * s.C);
+        h->x = alloc_x(MEM_ACTIVATIONS, s.R * s.C);
+        h->logits = alloc_x(MEM_LOGITS, s.N * (size_t)c->padded_vocab);
+    }
+    m->logit_stats = plan->heads ? alloc_f(MEM_LOGITS, 4 * s.N) : NULL;
+    m->losses = plan->heads ? alloc_f(MEM_LOGITS, s.N) : NULL;
+}
+
+// Gradients of outputs. Where W follows its I at once, block by block, those inside a block are needed for one block at a time,
+// those of the residual stream for two; where it is put off, all have their own.
+static void reserve_output_gradients(Model *m) {
+    const RankPlan *plan = &m->plan->rank[m->pp_rank];
+    BlockSize s = block_size(m);
+    bool deferred = pp_defers_w(&m->config), first = m->chunk_of[0] >= 0;
+    m->dout = host_alloc((size_t)(plan->douts * m->blocks), sizeof *m->dout);
+    for (long i = 0; i < plan->douts * m->blocks; i++) {
+        OutputGrads *d = &m->dout[i];
+        if (!deferred && i > 0) *d = m->dout[i > 1 ? i - 2 : 0];
+        if (!deferred && i > 1) continue;
+        d->down = alloc_x(MEM_DOUT, s.R * s.C);
+        if (!deferred && i == 1) continue;
+        d->up = alloc_x(MEM_DOUT, s.N * s.U);
+        d->out = alloc_x(MEM_DOUT, s.R * s.C);
+        d->qkv = alloc_x(MEM_DOUT, s.N * s.QKV);
+        d->norms = alloc_x(MEM_DOUT, 4 * s.C);
+    }
+    // Of the embedding's output: "block -1" of those two.
+    if (first && (deferred || m->blocks == 1))
+        m->d_embedding = alloc_x(MEM_DOUT, s.R * s.C);
+    else if (first)
+        m->d_embedding = m->dout[1].down;
+}
 
 // Bytes that a unit brings to life.
 typedef struct {
-    size_t whole, kept;    // activations: while it computes, and from its F to its B
-    size_t logits;         // from its F to its B
+    size_t whole, kept; // activations: while it computes, and from its F to its last gradient
+    size_t shared; // of these: the attention matrix that all compute again in the same place, until I is done
+    size_t logits; // from its F to its B
     size_t dy, inside, dx; // output gradients of its B: what it gets, what stays in it, what it hands on
 } LiveBytes;
 
 static LiveBytes live_bytes(const Model *m, int unit) {
     const Config *c = &m->config;
     BlockSize s = block_size(m);
-    size_t x = s.R * s.C * sizeof(floatX), wide = s.N * (s.QKV + s.U) * sizeof(floatX),
-           row = s.N * sizeof(float);
+    bool first = m->chunk[m->chunk_of[unit]].first_unit == unit; // what it hands on is a message
+    size_t x = s.R * s.C * sizeof(floatX), wide = s.N * (s.QKV + s.U) * sizeof(floatX);
     size_t norm = s.R * sizeof(float) * (c->arch == ARCH_GPT2 ? 2 : 1);
+    size_t inside = wide + x + 4 * s.C * sizeof(floatX);
     if (unit == 0) return (LiveBytes){.dy = x}; // its output is the first block's x
     if (unit == m->n_units - 1)
         return (LiveBytes){.whole = 2 * x + norm,
                            .kept = 2 * x + norm,
-                           .logits = s.N * (size_t)c->padded_vocab * sizeof(floatX) + LOGIT_ROWS * row,
+                           .logits = s.N * (size_t)c->padded_vocab * sizeof(floatX),
                            .dx = x};
     bool flash = c->attention == ATTENTION_FLASH;
-    size_t scores = flash ? s.H * row : s.N * s.H * m->T * sizeof(floatX);
+    size_t scores = flash ? s.N * s.H * sizeof(float) : s.N * s.H * m->T * sizeof(floatX);
     size_t whole = 4 * x + s.N * s.A * sizeof(floatX) + wide + 2 * norm + scores + s.N * s.F * sizeof(floatX);
     size_t kept[] = {whole, flash ? whole : whole - scores, x}; // by recomputation: none, selective, full
-    return (LiveBytes){.whole = whole, .kept = kept[c->recompute], .dy = x, .inside = wide + x, .dx = x};
+    return (LiveBytes){.whole = whole,
+                       .kept = kept[c->recompute],
+                       .shared = flash || c->recompute == RECOMPUTE_NONE ? 0 : scores,
+                       .dy = x,
+                       .inside = inside,
+                       .dx = first ? 0 : x};
 }
 
-// Enters them around its F or B. Before B, what F did not keep is computed again.
+// Enters them around its passes. Before I, what F did not keep is computed again; after W nothing of the unit is needed; the
+// embedding and the head have no W.
 static void enter_live(const Model *m, int unit, Pass pass, bool begins) {
     LiveBytes b = live_bytes(m, unit);
     ptrdiff_t whole = (ptrdiff_t)b.whole, again = (ptrdiff_t)(b.whole - b.kept);
-    if (pass == FORWARD) {
+    bool block = unit > 0 && unit < m->n_units - 1;
+    if (pass == PASS_F) {
         ledger_live(MEM_ACTIVATIONS, begins ? whole : -again);
         ledger_live(MEM_LOGITS, begins ? (ptrdiff_t)b.logits : 0);
-    } else {
-        ledger_live(MEM_ACTIVATIONS, begins ? again : -whole);
-        ledger_live(MEM_LOGITS, begins ? 0 : -(ptrdiff_t)b.logits);
-        ledger_live(MEM_DOUT, begins ? (ptrdiff_t)(b.inside + b.dx) : -(ptrdiff_t)(b.inside + b.dy));
+    } else if (begins && pass != PASS_W) {
+        ledger_live(MEM_ACTIVATIONS, again);
+        ledger_live(MEM_DOUT, (ptrdiff_t)(b.inside + b.dx));
+    } else if (!begins && pass == PASS_I && block) {
+        ledger_live(MEM_ACTIVATIONS, -(ptrdiff_t)b.shared);
+    } else if (!begins) {
+        ledger_live(MEM_ACTIVATIONS, pass == PASS_W ? (ptrdiff_t)b.shared - whole : -whole);
+        ledger_live(MEM_LOGITS, -(ptrdiff_t)b.logits);
+        ledger_live(MEM_DOUT, -(ptrdiff_t)(b.inside + b.dy));
     }
 }
 
@@ -702,22 +366,12 @@ static void model_reserve(Model *m) {
 
     dp_reserve(m);
     tp_reserve(m);
+    pp_reserve(m);
     for (int i = 0; i < m->n_buckets; i++)
         if (m->bucket[i].count > bucket) bucket = m->bucket[i].count;
     place_params(m);
     reserve_activations(m);
-    for (int i = 0; i < 2; i++) { // only the residual stream's gradient of two blocks is needed at once
-        OutputGrads *d = &m->dout[i];
-        if (i > 0) *d = m->dout[0];
-        d->down = alloc_x(MEM_DOUT, s.R * s.C);
-        if (i > 0) continue;
-        d->up = alloc_x(MEM_DOUT, s.N * s.U);
-        d->out = alloc_x(MEM_DOUT, s.R * s.C);
-        d->qkv = alloc_x(MEM_DOUT, s.N * s.QKV);
-    }
-    m->logits = alloc_x(MEM_LOGITS, s.N * Vp);
-    m->logit_stats = alloc_f(MEM_LOGITS, (LOGIT_ROWS - 1) * s.N);
-    m->losses = alloc_f(MEM_LOGITS, s.N);
+    reserve_output_gradients(m);
     m->temp_c = alloc_x(MEM_WORKSPACE, s.N * s.C);
     m->temp_f = alloc_x(MEM_WORKSPACE, s.N * s.F);
     m->tokens = device_alloc(MEM_WORKSPACE, s.N * sizeof(int32_t));
@@ -743,24 +397,24 @@ static void model_reserve(Model *m) {
 // A block: F, I and W
 // =====================================================================================================================
 
-static void attention_forward(const Model *m, const Activations *a) {
+static void attention_forward(const Model *m, Activations a) {
     BlockSize s = block_size(m);
-    const floatX *q = a->qkv, *k = q + s.A, *v = k + s.KV * s.D;
-    if (a->probs)
-        naive_attention_forward(a->o, a->probs, q, k, v, attention_shape(m), m->workspace);
+    const floatX *q = a.qkv, *k = q + s.A, *v = k + s.KV * s.D;
+    if (a.probs)
+        naive_attention_forward(a.o, a.probs, q, k, v, attention_shape(m), m->workspace);
     else
-        flash_attention_forward(a->o, a->lse, q, k, v, attention_shape(m), m->workspace);
+        flash_attention_forward(a.o, a.lse, q, k, v, attention_shape(m), m->workspace);
 }
 
-// do_ [N, A] is the gradient of a->o; dqkv [N, A+2·KV·D] is written.
-static void attention_backward(const Model *m, const Activations *a, floatX *dqkv, const floatX *do_) {
+// do_ [N, A] is the gradient of a.o; dqkv [N, A+2·KV·D] is written.
+static void attention_backward(const Model *m, Activations a, floatX *dqkv, const floatX *do_) {
     BlockSize s = block_size(m);
     size_t k = s.A, v = k + s.KV * s.D;
-    if (a->probs)
-        naive_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a->probs, a->qkv, a->qkv + k, a->qkv + v,
+    if (a.probs)
+        naive_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a.probs, a.qkv, a.qkv + k, a.qkv + v,
                                  attention_shape(m), m->workspace);
     else
-        flash_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a->o, a->lse, a->qkv, a->qkv + k, a->qkv + v,
+        flash_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a.o, a.lse, a.qkv, a.qkv + k, a.qkv + v,
                                  attention_shape(m), m->workspace);
 }
 
@@ -775,187 +429,244 @@ static const floatX *once(const Model *m, const floatX *bias) {
     return m->grid.tp->rank == 0 ? bias : NULL;
 }
 
-// acts[l].x -> acts[l + 1].x. Between operations, here and in the backward, messages under way get their turn (comm_progress).
-static void block_forward(Model *m, long l) {
+// a.x -> y: block l on [R, C]. Between operations, here and in the backward, messages under way get their turn (comm_progress).
+static void block_forward(Model *m, long l, Activations a, floatX *y) {
     BlockSize s = block_size(m);
     const Block *w = &m->block[l];
-    Activations *a = &m->acts[l];
-    floatX *y = m->temp_c; // what attention, then the MLP, adds to the residual stream
+    floatX *part = m->temp_c; // what attention, then the MLP, adds to the residual stream
 
-    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, w->norm1_weight, w->norm1_bias, s.R, s.C);
-    Rows h = tp_enter(m, a->h1, 0);
-    linear_forward(m, a->qkv, arrived(h), w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV);
-    if (m->rope) rope_forward(a->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
+    m->norm_forward(a.h1, a.mean1, a.rstd1, NULL, a.x, NULL, w->norm1_weight, w->norm1_bias, s.R, s.C);
+    Rows h = tp_enter(m, a.h1, 0);
+    linear_forward(m, a.qkv, arrived(h), w->qkv_weight, w->qkv_bias, s.N, s.C, s.QKV);
+    if (m->rope) rope_forward(a.qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
     comm_progress();
     attention_forward(m, a);
     comm_progress();
-    linear_forward(m, y, a->o, w->out_weight, once(m, w->out_bias), s.N, s.A, s.C);
-    Rows sum = tp_exit(m, y);
+    linear_forward(m, part, a.o, w->out_weight, once(m, w->out_bias), s.N, s.A, s.C);
+    Rows sum = tp_exit(m, part);
 
-    m->norm_forward(a->h2, a->mean2, a->rstd2, a->x_mid, a->x, arrived(sum), w->norm2_weight, w->norm2_bias,
-                    s.R, s.C);
-    h = tp_enter(m, a->h2, 0);
+    m->norm_forward(a.h2, a.mean2, a.rstd2, a.x_mid, a.x, arrived(sum), w->norm2_weight, w->norm2_bias, s.R,
+                    s.C);
+    h = tp_enter(m, a.h2, 0);
     comm_progress();
-    linear_forward(m, a->up, arrived(h), w->up_weight, w->up_bias, s.N, s.C, s.U);
+    linear_forward(m, a.up, arrived(h), w->up_weight, w->up_bias, s.N, s.C, s.U);
     comm_progress();
-    m->act_forward(a->act, a->up, s.N, s.F);
-    linear_forward(m, y, a->act, w->down_weight, once(m, w->down_bias), s.N, s.F, s.C);
-    sum = tp_exit(m, y);
-    residual_forward(m->acts[l + 1].x, a->x_mid, arrived(sum), s.R * s.C);
+    m->act_forward(a.act, a.up, s.N, s.F);
+    linear_forward(m, part, a.act, w->down_weight, once(m, w->down_bias), s.N, s.F, s.C);
+    sum = tp_exit(m, part);
+    residual_forward(y, a.x_mid, arrived(sum), s.R * s.C);
 }
 
-// W of the MLP, and of attention: two products each of what F and I left behind; no weights needed. All rows [N, C] of dy, the
-// gradient of the second's output, are there; those of h, the first's input, may be on their way.
-static void mlp_backward_weight(const Model *m, long l, const floatX *dy, Rows h) {
+// W of the MLP, of attention, and of what is no matrix: two products each of what F and I left behind; no weights needed. dy, the
+// gradient of the second's output, and h, the first's input, may be on their way.
+static void mlp_backward_weight(const Model *m, long l, Activations a, OutputGrads d, Rows dy, Rows h) {
     BlockSize s = block_size(m);
     const Block *dw = &m->d_block[l];
-    linear_backward_weight(m, dw->down_weight, dy, m->acts[l].act, s.N, s.F, s.C);
+    linear_backward_weight(m, dw->down_weight, arrived(dy), a.act, s.N, s.F, s.C);
     comm_progress();
-    linear_backward_weight(m, dw->up_weight, m->dout[l & 1].up, arrived(h), s.N, s.C, s.U);
+    linear_backward_weight(m, dw->up_weight, d.up, arrived(h), s.N, s.C, s.U);
     comm_progress();
 }
 
-static void attention_backward_weight(const Model *m, long l, const floatX *dy, Rows h) {
+static void attention_backward_weight(const Model *m, long l, Activations a, OutputGrads d, Rows dy, Rows h) {
     BlockSize s = block_size(m);
     const Block *dw = &m->d_block[l];
-    linear_backward_weight(m, dw->out_weight, dy, m->acts[l].o, s.N, s.A, s.C);
+    linear_backward_weight(m, dw->out_weight, arrived(dy), a.o, s.N, s.A, s.C);
     comm_progress();
-    linear_backward_weight(m, dw->qkv_weight, m->dout[l & 1].qkv, arrived(h), s.N, s.C, s.QKV);
+    linear_backward_weight(m, dw->qkv_weight, d.qkv, arrived(h), s.N, s.C, s.QKV);
     comm_progress();
 }
 
-// I is the forward's lines from the last to the first. W stands beside I's sums over tp, for it needs none of them. Norms' and
-// biases' gradients are taken on the way.
-static void block_backward(Model *m, long l) {
+// I has summed up norms' gradients on its way, and left them in d.norms, so that I needs no place in the bucket.
+static void vectors_backward_weight(const Model *m, long l, OutputGrads d) {
     BlockSize s = block_size(m);
-    const Block *w = &m->block[l], *dw = &m->d_block[l];
-    const Activations *a = &m->acts[l];
-    const OutputGrads *d = &m->dout[l & 1];
-    floatX *dx = m->dout[(l - 1) & 1].down;
+    const Block *dw = &m->d_block[l];
+    floatX *dnorm1 = d.norms, *dnorm2 = dnorm1 + 2 * s.C;
+    residual_forward(dw->norm1_weight, dw->norm1_weight, dnorm1, s.C);
+    residual_forward(dw->norm2_weight, dw->norm2_weight, dnorm2, s.C);
+    if (m->config.arch != ARCH_GPT2) return; // it alone has biases
+    residual_forward(dw->norm1_bias, dw->norm1_bias, dnorm1 + s.C, s.C);
+    residual_forward(dw->norm2_bias, dw->norm2_bias, dnorm2 + s.C, s.C);
+    matmul_backward_bias(dw->down_bias, d.down, s.R, s.C, m->workspace);
+    matmul_backward_bias(dw->up_bias, d.up, s.N, s.U, m->workspace);
+    matmul_backward_bias(dw->out_bias, d.out, s.R, s.C, m->workspace);
+    matmul_backward_bias(dw->qkv_bias, d.qkv, s.N, s.QKV, m->workspace);
+}
+
+// I: the forward's lines from the last to the first, d.down -> dx [R, C]. With `weights` it is B: W's products stand beside I's
+// sums over tp, for they need none of them.
+static void block_backward_input(Model *m, long l, Activations a, OutputGrads d, floatX *dx, bool weights) {
+    BlockSize s = block_size(m);
+    const Block *w = &m->block[l];
     floatX *dact = m->temp_f, *dh = m->temp_c; // gradients of act, and of h2, o, h1 in turn
-    bool biases = m->config.arch == ARCH_GPT2;
+    floatX *dnorm1 = d.norms, *dnorm2 = dnorm1 + 2 * s.C;
+    Rows h = {0};
+    device_zero(d.norms, 4 * s.C * sizeof(floatX));
 
-    Rows dy = tp_enter(m, d->down, 0), h = tp_enter(m, a->h2, 1);
+    Rows dy = tp_enter(m, d.down, 0);
+    if (weights) h = tp_enter(m, a.h2, 1);
     linear_backward_input(m, dact, arrived(dy), w->down_weight, s.N, s.F, s.C);
-    m->act_backward(d->up, dact, a->up, s.N, s.F);
+    m->act_backward(d.up, dact, a.up, s.N, s.F);
     comm_progress();
-    linear_backward_input(m, dh, d->up, w->up_weight, s.N, s.C, s.U);
+    linear_backward_input(m, dh, d.up, w->up_weight, s.N, s.C, s.U);
     Rows sum = tp_exit(m, dh);
-    mlp_backward_weight(m, l, dy.x, h);
-    m->norm_backward(d->out, dw->norm2_weight, dw->norm2_bias, arrived(sum), d->down, a->x_mid, w->norm2_weight,
-                     a->mean2, a->rstd2, s.R, s.C, m->workspace);
+    if (weights) mlp_backward_weight(m, l, a, d, dy, h);
+    m->norm_backward(d.out, dnorm2, dnorm2 + s.C, arrived(sum), d.down, a.x_mid, w->norm2_weight, a.mean2,
+                     a.rstd2, s.R, s.C, m->workspace);
 
-    dy = tp_enter(m, d->out, 0), h = tp_enter(m, a->h1, 1);
+    dy = tp_enter(m, d.out, 0);
+    if (weights) h = tp_enter(m, a.h1, 1);
     linear_backward_input(m, dh, arrived(dy), w->out_weight, s.N, s.A, s.C);
     comm_progress();
-    attention_backward(m, a, d->qkv, dh);
+    attention_backward(m, a, d.qkv, dh);
     comm_progress();
-    if (m->rope) rope_backward(d->qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
-    linear_backward_input(m, dh, d->qkv, w->qkv_weight, s.N, s.C, s.QKV);
+    if (m->rope) rope_backward(d.qkv, m->rope, m->B, m->T, s.H + s.KV, s.D, s.QKV);
+    linear_backward_input(m, dh, d.qkv, w->qkv_weight, s.N, s.C, s.QKV);
     sum = tp_exit(m, dh);
-    attention_backward_weight(m, l, dy.x, h);
-    m->norm_backward(dx, dw->norm1_weight, dw->norm1_bias, arrived(sum), d->out, a->x, w->norm1_weight,
-                     a->mean1, a->rstd1, s.R, s.C, m->workspace);
-
-    if (!biases) return;
-    matmul_backward_bias(dw->down_bias, d->down, s.R, s.C, m->workspace);
-    matmul_backward_bias(dw->up_bias, d->up, s.N, s.U, m->workspace);
-    matmul_backward_bias(dw->out_bias, d->out, s.R, s.C, m->workspace);
-    matmul_backward_bias(dw->qkv_bias, d->qkv, s.N, s.QKV, m->workspace);
+    if (weights) attention_backward_weight(m, l, a, d, dy, h);
+    m->norm_backward(dx, dnorm1, dnorm1 + s.C, arrived(sum), d.out, a.x, w->norm1_weight, a.mean1, a.rstd1, s.R,
+                     s.C, m->workspace);
+    if (weights) vectors_backward_weight(m, l, d);
 }
 
-// What the forward did not keep is computed again, by the same code, into the same buffers.
-static void block_recompute(Model *m, long l) {
-    if (m->config.recompute == RECOMPUTE_FULL) block_forward(m, l);
+// W: of what F and I have left behind.
+static void block_backward_weight(Model *m, long l, Activations a, OutputGrads d) {
+    mlp_backward_weight(m, l, a, d, tp_enter(m, d.down, 0), tp_enter(m, a.h2, 1));
+    attention_backward_weight(m, l, a, d, tp_enter(m, d.out, 0), tp_enter(m, a.h1, 1));
+    vectors_backward_weight(m, l, d);
+}
+
+// What the forward did not keep is computed again, by the same code. y [R, C] is what comes out; nobody needs it.
+static void block_recompute(Model *m, long l, Activations a, floatX *y) {
+    if (m->config.recompute == RECOMPUTE_FULL) block_forward(m, l, a, y);
     if (m->config.recompute == RECOMPUTE_SELECTIVE && m->config.attention == ATTENTION_NAIVE)
-        attention_forward(m, &m->acts[l]);
+        attention_forward(m, a);
 }
 
 // =====================================================================================================================
-// The model: embedding, blocks, head
+// The model: embedding, blocks, head; and the passes of a chunk of it
 // =====================================================================================================================
 
 // Each tp rank looks up the tokens of its slice of the vocabulary; the sum has them all.
-static void embedding_unit_forward(Model *m) {
+static void embedding_unit_forward(Model *m, floatX *y) {
     BlockSize s = block_size(m);
     floatX *x = m->temp_c;
     embedding_forward(x, m->tokens, m->ends.wte, once(m, m->ends.wpe), m->positions, m->B, m->T, s.C);
     Rows sum = tp_exit(m, x);
-    device_copy(m->acts[0].x, arrived(sum), s.R * s.C * sizeof(floatX));
+    device_copy(y, arrived(sum), s.R * s.C * sizeof(floatX));
 }
 
 static void embedding_unit_backward(Model *m) {
     BlockSize s = block_size(m);
-    Rows dx = tp_enter(m, m->dout[1].down, 0);
+    Rows dx = tp_enter(m, m->d_embedding, 0);
     embedding_backward(m->d_ends.wte, m->d_ends.wpe, arrived(dx), m->tokens, m->positions, m->B, m->T, s.C,
                        m->param[0].slice_rows, m->workspace);
 }
 
 // The head's F: final norm, logits, the loss of each row; with dloss ≠ 0 the logits become their own gradient at once.
-static void head_forward(Model *m, float dloss) {
+static void head_forward(Model *m, HeadActivations a, float dloss) {
     BlockSize s = block_size(m);
-    Activations *a = &m->acts[m->config.layers];
-    m->norm_forward(a->h1, a->mean1, a->rstd1, NULL, a->x, NULL, m->ends.norm_weight, m->ends.norm_bias, s.R,
-                    s.C);
-    Rows h = tp_enter(m, a->h1, 0);
-    matmul_forward(m->logits, arrived(h), m->ends.head_weight, NULL, s.N, s.C, (size_t)m->config.padded_vocab,
+    m->norm_forward(a.h1, a.mean, a.rstd, NULL, a.x, NULL, m->ends.norm_weight, m->ends.norm_bias, s.R, s.C);
+    Rows h = tp_enter(m, a.h1, 0);
+    matmul_forward(a.logits, arrived(h), m->ends.head_weight, NULL, s.N, s.C, (size_t)m->config.padded_vocab,
                    m->workspace);
-    tp_cross_entropy(m, dloss);
+    tp_cross_entropy(m, a.logits, dloss);
 }
 
-static void head_backward(Model *m) {
+// I and W together, whatever the schedule: logits that wait for their W would be the largest thing on the rank.
+static void head_backward(Model *m, HeadActivations a, floatX *dx) {
     BlockSize s = block_size(m);
-    const Activations *a = &m->acts[m->config.layers];
     size_t Vp = (size_t)m->config.padded_vocab;
-    floatX *dh = m->temp_c, *dx = m->dout[(m->config.layers - 1) & 1].down;
-    Rows h = tp_enter(m, a->h1, 1);
-    matmul_backward_input(dh, m->logits, m->ends.head_weight, s.N, s.C, Vp, m->workspace);
+    floatX *dh = m->temp_c;
+    Rows h = tp_enter(m, a.h1, 1);
+    matmul_backward_input(dh, a.logits, m->ends.head_weight, s.N, s.C, Vp, m->workspace);
     Rows sum = tp_exit(m, dh);
-    matmul_backward_weight(m->d_ends.head_weight, m->logits, arrived(h), s.N, s.C, Vp, m->workspace);
-    m->norm_backward(dx, m->d_ends.norm_weight, m->d_ends.norm_bias, arrived(sum), NULL, a->x,
-                     m->ends.norm_weight, a->mean1, a->rstd1, s.R, s.C, m->workspace);
+    matmul_backward_weight(m->d_ends.head_weight, a.logits, arrived(h), s.N, s.C, Vp, m->workspace);
+    m->norm_backward(dx, m->d_ends.norm_weight, m->d_ends.norm_bias, arrived(sum), NULL, a.x,
+                     m->ends.norm_weight, a.mean, a.rstd, s.R, s.C, m->workspace);
 }
 
-static void unit_forward(Model *m, int unit, float dloss) {
+// Where block `i` of the action's chunk keeps what for its micro-batch. Under full recomputation all but x is in memory that F
+// shares, and where W is put off has a place of its own from I on.
+static Activations activations(const Model *m, const Action *a, long i) {
+    Activations kept = m->acts[a->slot * m->blocks + i];
+    if (m->config.recompute != RECOMPUTE_FULL) return kept;
+    bool own = a->pass == PASS_I || a->pass == PASS_W;
+    Activations shared = m->rebuilt[own ? 1 + a->dout * m->blocks + i : 0];
+    shared.x = kept.x;
+    return shared;
+}
+
+// Where a unit puts what it hands on, the residual stream (F) or its gradient: where the next unit of the pass finds it; or, the last
+// of the chunk, in the buffer of a message.
+static floatX *unit_output(Model *m, const Action *a, int unit) {
+    const Chunk *k = &m->chunk[a->chunk];
+    long i = unit - 1 - k->first_block; // its place among the chunk's blocks
+    if (a->pass == PASS_F) {
+        if (unit == k->last_unit) return pp_buffer(m, a->chunk, PASS_F);
+        return i + 1 < k->blocks ? activations(m, a, i + 1).x : m->head[a->head].x;
+    }
+    if (unit == k->first_unit) return pp_buffer(m, a->chunk, PASS_I);
+    return i > 0 ? m->dout[a->dout * m->blocks + i - 1].down : m->d_embedding;
+}
+
+static void unit_forward(Model *m, const Action *a, int unit, float dloss) {
     if (unit == 0)
-        embedding_unit_forward(m);
+        embedding_unit_forward(m, unit_output(m, a, unit));
     else if (unit < m->n_units - 1)
-        block_forward(m, unit - 1);
+        block_forward(m, unit - 1, activations(m, a, unit - 1 - m->chunk[a->chunk].first_block),
+                      unit_output(m, a, unit));
     else
-        head_forward(m, dloss);
+        head_forward(m, m->head[a->head], dloss);
 }
 
-static void unit_backward(Model *m, int unit) {
+static void unit_backward(Model *m, const Action *a, int unit) {
     if (unit == m->n_units - 1) {
-        head_backward(m);
+        head_backward(m, m->head[a->head], unit_output(m, a, unit));
     } else if (unit > 0) {
-        block_recompute(m, unit - 1);
-        block_backward(m, unit - 1);
+        long i = unit - 1 - m->chunk[a->chunk].first_block;
+        Activations acts = activations(m, a, i);
+        OutputGrads d = m->dout[a->dout * m->blocks + i];
+        if (a->pass == PASS_W) {
+            block_backward_weight(m, unit - 1, acts, d);
+            return;
+        }
+        floatX *dx = unit_output(m, a, unit);
+        block_recompute(m, unit - 1, acts, dx);
+        block_backward_input(m, unit - 1, acts, d, dx, a->pass == PASS_B);
     } else {
         embedding_unit_backward(m);
     }
 }
 
-// F or B of one unit: its parameters are there before, its gradients on their way after.
-static void run_unit(Model *m, int unit, Pass pass, float dloss) {
-    static const char *const name[3][2] = {
-        {"embedding F", "embedding B"}, {"block F", "block B"}, {"head F", "head B"}};
+// A pass of one unit: its parameters are there before, its gradients on their way after.
+static void run_unit(Model *m, const Action *a, int unit, float dloss) {
+    static const char *const name[3][4] = {{"embedding F", "embedding B", NULL, "embedding B"},
+                                           {"block F", "block I", "block W", "block B"},
+                                           {"head F", "head B", NULL, "head B"}};
     int kind = unit == 0 ? 0 : unit < m->n_units - 1 ? 1 : 2;
-    dp_begin(m, unit, pass);
+    if (a->pass == PASS_W && kind != 1) return; // the two ends do W with I
+    dp_begin(m, unit, a->pass);
     Moment began = trace_begin();
-    enter_live(m, unit, pass, true);
-    if (pass == FORWARD)
-        unit_forward(m, unit, dloss);
+    enter_live(m, unit, a->pass, true);
+    if (a->pass == PASS_F)
+        unit_forward(m, a, unit, dloss);
     else
-        unit_backward(m, unit);
-    enter_live(m, unit, pass, false);
-    trace_end("compute", name[kind][pass], kind == 1 ? unit - 1 : -1, began, 0);
-    dp_end(m, unit, pass);
+        unit_backward(m, a, unit);
+    enter_live(m, unit, a->pass, false);
+    trace_end("compute", name[kind][a->pass], kind == 1 ? unit - 1 : -1, began, 0);
+    dp_end(m, unit, a->pass);
 }
 
-// F of the whole model on the micro-batch in m->tokens. Returns the sum of the losses of its rows.
-static double model_forward(Model *m, float dloss) {
-    for (int unit = 0; unit < m->n_units; unit++) run_unit(m, unit, FORWARD, dloss);
+// F of a chunk, from the embedding or from the rank before. Returns the sum of the losses of its rows: 0 but where the head is.
+static double chunk_forward(Model *m, const Action *a, float dloss) {
+    const Chunk *k = &m->chunk[a->chunk];
+    if (k->first_unit > 0) pp_receive(m, a->chunk, PASS_F, activations(m, a, 0).x);
+    for (int unit = k->first_unit; unit <= k->last_unit; unit++) run_unit(m, a, unit, dloss);
+    if (k->last_unit < m->n_units - 1) {
+        pp_send(m, a->chunk, PASS_F);
+        return 0;
+    }
     double sum = 0;
     float *losses = m->host_losses;
     device_copy_out(losses, m->losses, m->B * m->T * sizeof(float));
@@ -963,9 +674,15 @@ static double model_forward(Model *m, float dloss) {
     return sum;
 }
 
-// I and W of the whole model, from the logits' gradient that model_forward left.
-static void model_backward(Model *m) {
-    for (int unit = m->n_units - 1; unit >= 0; unit--) run_unit(m, unit, BACKWARD, 0);
+// I or B of a chunk, from the logits' gradient that F left, or from what the stage behind has sent; or W, from what F and I left.
+static void chunk_backward(Model *m, const Action *a) {
+    const Chunk *k = &m->chunk[a->chunk];
+    bool receives = a->pass != PASS_W && k->last_unit < m->n_units - 1;
+    floatX *dy = m->dout[a->dout * m->blocks + k->blocks - 1].down;
+    if (receives) pp_receive(m, a->chunk, PASS_I, dy);
+    if (receives) ledger_live(MEM_DOUT, (ptrdiff_t)live_bytes(m, k->last_unit).dy);
+    for (int unit = k->last_unit; unit >= k->first_unit; unit--) run_unit(m, a, unit, 0);
+    if (a->pass != PASS_W && k->first_unit > 0) pp_send(m, a->chunk, PASS_I);
 }
 
 // =====================================================================================================================
@@ -1033,40 +750,80 @@ typedef struct {
 static _Noreturn void fail_not_finite(Model *m, long step, StepResult r) {
     Comm *world = m->grid.world;
     int param = m->not_finite.param;
-    double place = INFINITY; // in the order of micro-batches, then of ranks
-    if (param >= 0) place = (double)m->not_finite.micro * world->size + world->rank;
+    double place = INFINITY; // in the order of micro-batches, then of a backward, then of ranks
+    if (param >= 0)
+        place =
+            ((double)m->not_finite.micro * m->n_params + (m->n_params - 1 - param)) * world->size + world->rank;
     double first = -comm_max(world, -place);
     if (isinf(first))
         fail_all(EXIT_RUNTIME,
                  "step %ld: the loss is %g, the gradient's norm %g, while each rank's own gradient is finite; "
                  "nothing is saved",
                  step, r.loss, r.grad_norm);
-    param = (int)comm_sum(world, place == first ? param : 0);
+    param = m->n_params - 1 - (int)fmod(floor(first / world->size), m->n_params);
     fail_all(EXIT_RUNTIME,
              "step %ld: the loss is %g, the gradient's norm %g; it began on rank %d, in the gradient of %s; "
              "nothing is saved",
              step, r.loss, r.grad_norm, (int)fmod(first, world->size), m->param[param].name);
 }
 
+// Brings a micro-batch's tokens and targets: of this step, or of whatever `of` says.
+typedef void Load(Model *m, long of, long micro);
+
+// The embedding needs tokens, in F and I, the head targets, in F. A rank has one micro-batch of them at a time.
+static void need_micro_batch(Model *m, const Action *a, Load *load, long of) {
+    const Chunk *k = &m->chunk[a->chunk];
+    bool first = k->first_unit == 0, last = k->last_unit == m->n_units - 1;
+    if (m->loaded == a->micro || !((first && a->pass != PASS_W) || (last && a->pass == PASS_F))) return;
+    load(m, of, a->micro);
+    m->loaded = a->micro;
+}
+
+// As the trace calls it: "forward", or of several chunks "forward of chunk 1".
+static const char *action_name(const Model *m, const Action *a) {
+    static const char *const pass[] = {"forward", "input gradients", "weight gradients", "backward"};
+    static char name[PASS_B + 1][MOST_CHUNKS][32];
+    if (m->config.virtual_stages == 1) return pass[a->pass];
+    char *text = name[a->pass][a->chunk];
+    if (!text[0]) snprintf(text, sizeof name[0][0], "%s of chunk %d", pass[a->pass], a->chunk);
+    return text;
+}
+
+// Runs this rank's list of a plan: F B F B …, where one rank trains. Returns the sum of the losses of its rows.
+static double run_plan(Model *m, const Plan *plan, Load *load, long of, float dloss) {
+    const RankPlan *mine = &plan->rank[m->pp_rank];
+    double loss = 0;
+    m->loaded = -1;
+    pp_start(m, plan);
+    for (const Action *a = mine->action; a < mine->action + mine->n; a++) {
+        need_micro_batch(m, a, load, of);
+        Moment began = trace_begin();
+        switch (a->pass) {
+        case PASS_F:
+            loss += chunk_forward(m, a, dloss);
+            break;
+        case PASS_I:
+        case PASS_W:
+        case PASS_B:
+            dp_find_not_finite(m);
+            chunk_backward(m, a);
+        }
+        if (plan->forward_only) forget_activations();
+        trace_end("compute", action_name(m, a), a->micro, began, 0);
+    }
+    return loss;
+}
+
 static StepResult train_step(Model *m, long step) {
     const Config *c = &m->config;
     double tokens = (double)c->global_batch * (double)c->seq;
     enum { LOSS, STOP, SUMS };
-    double sums[SUMS] = {0, 0};
+    double sums[SUMS] = {run_plan(m, m->plan, load_micro_batch, step, (float)(1 / tokens)), stop_signal != 0};
 
-    for (long micro = 0; micro < c->accum; micro++) {
-        load_micro_batch(m, step, micro);
-        Moment forward = trace_begin();
-        sums[LOSS] += model_forward(m, (float)(1 / tokens));
-        trace_end("compute", "forward", micro, forward, 0);
-        Moment backward = trace_begin();
-        model_backward(m);
-        trace_end("compute", "backward", micro, backward, 0);
-    }
     tp_sum_gradients(m);
+    pp_sum_gradients(m);
     double norm = dp_grad_norm(m);
     if (m->grid.tp->rank > 0) sums[LOSS] = 0; // it is the same on all tp ranks
-    sums[STOP] = stop_signal != 0;
     comm_wait(comm_host_all_reduce(m->grid.world, sums, SUMS, DTYPE_F64));
 
     StepResult r = {.loss = sums[LOSS] / tokens, .grad_norm = norm, .stop = sums[STOP] > 0};
@@ -1081,28 +838,35 @@ static StepResult train_step(Model *m, long step) {
 // Evaluation and sampling: F alone; nothing of the training state changes, and their FLOPs are not counted
 // =====================================================================================================================
 
-// Mean loss over the first --eval-batches global batches of the validation set, or all of it where that is less. Rows
-// beyond its end have no targets.
+// Rows beyond the end of the n windows have no targets.
+static void load_validation(Model *m, long n, long micro) {
+    const Comm *dp = m->grid.dp;
+    for (size_t b = 0; b < m->B; b++) {
+        uint64_t w = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank) * m->B + b;
+        data_window(val_data, w < (uint64_t)n ? w : 0, (int)m->config.vocab, m->window);
+        set_row(m, b, m->window);
+        if (w >= (uint64_t)n) memset(m->host_targets + b * m->T, 0xff, m->T * sizeof(int32_t));
+    }
+    send_rows(m);
+}
+
+// Sums of losses: whoever has the head has them, all tp ranks alike.
+static double sum_of_losses(const Model *m, double mine) {
+    return comm_sum(m->grid.world, m->grid.tp->rank == 0 ? mine : 0);
+}
+
+// Mean loss over the first --eval-batches global batches of the validation set, or all of it where that is less.
 static double evaluate(Model *m) {
     const Config *c = &m->config;
-    Comm *dp = m->grid.dp;
     uint64_t n = data_windows(val_data), most = (uint64_t)c->eval_batches * (uint64_t)c->global_batch;
     if (n > most) n = most;
+    long at_once = c->dp * c->micro_batch;
+    Plan *plan = pp_plan(c, ((long)n + at_once - 1) / at_once, true, UNIT_COSTS);
     KernelFlops trained = kernel_flops;
-    double sum = 0;
-    for (uint64_t first = 0; first < n; first += (uint64_t)dp->size * m->B) {
-        for (size_t b = 0; b < m->B; b++) {
-            uint64_t w = first + (uint64_t)dp->rank * m->B + b;
-            data_window(val_data, w < n ? w : 0, (int)c->vocab, m->window);
-            set_row(m, b, m->window);
-            if (w >= n) memset(m->host_targets + b * m->T, 0xff, m->T * sizeof(int32_t));
-        }
-        send_rows(m);
-        sum += model_forward(m, 0);
-        forget_activations();
-    }
+    double sum = run_plan(m, plan, load_validation, (long)n, 0);
     kernel_flops = trained;
-    return comm_sum(dp, sum) / ((double)n * (double)c->seq);
+    pp_free(plan);
+    return sum_of_losses(m, sum) / ((double)n * (double)c->seq);
 }
 
 // Draws from softmax(logits) with u in (0, 1).
@@ -1118,10 +882,28 @@ static int32_t draw(const floatX *logits, long V, double u) {
     return (int32_t)V - 1;
 }
 
-// Writes `count` tokens of the model's own, each drawn from the distribution after the last T. Every rank draws the same.
+static void load_sample(Model *m, long of, long micro) {
+    (void)of, (void)micro;
+    send_rows(m);
+}
+
+// The next token, from the logits after the last of those seen. Where the head is, every rank draws the same.
+static int32_t next_token(Model *m, size_t seen, floatX *logits, double u) {
+    const Param *wte = &m->param[0]; // the columns of the logits are its rows
+    size_t V = (size_t)m->config.vocab;
+    int32_t token = 0;
+    if (m->chunk_of[m->n_units - 1] >= 0) {
+        device_copy_out(logits + wte->row, m->head[0].logits + (seen - 1) * (size_t)m->config.padded_vocab,
+                        wte->slice_rows * sizeof(floatX));
+        comm_wait(comm_host_all_gather(m->grid.tp, logits, logits + wte->row, V, FLOAT_X));
+        token = draw(logits, (long)V, u);
+    }
+    return (int32_t)comm_sum(m->grid.pp, token);
+}
+
+// Writes `count` tokens of the model's own, each drawn from the distribution after the last T.
 static void sample(Model *m, long count, long step) {
     const Config *c = &m->config;
-    const Param *wte = &m->param[0]; // the columns of the logits are its rows
     size_t B = m->B, T = m->T, V = (size_t)c->vocab, tp = c->sp ? (size_t)c->tp : 1;
     bool text = V == 256;
     int32_t *token = host_alloc((size_t)count + 1, sizeof(int32_t));
@@ -1130,6 +912,7 @@ static void sample(Model *m, long count, long step) {
     size_t length = 0;
     token[0] = text ? '\n' : (int32_t)V - 1; // a text starts a line; GPT-2's last token is its end of text
     KernelFlops trained = kernel_flops;
+    Plan *plan = pp_plan(c, 1, true, UNIT_COSTS);
     m->B = 1;
     memset(m->host_targets, 0xff, T * sizeof(int32_t));
     // All ranks go on or none: at ZeRO-3 a forward takes all of them.
@@ -1139,15 +922,9 @@ static void sample(Model *m, long count, long step) {
         m->T = (seen + tp - 1) / tp * tp; // no token sees those behind it
         memset(m->host_tokens, 0, m->T * sizeof(int32_t));
         memcpy(m->host_tokens, token + i - (long)seen, seen * sizeof(int32_t));
-        send_rows(m);
-        model_forward(m, 0);
-        forget_activations();
-        device_copy_out(logits + wte->row, m->logits + (seen - 1) * (size_t)c->padded_vocab,
-                        wte->slice_rows * sizeof(floatX));
-        comm_wait(comm_host_all_gather(m->grid.tp, logits, logits + wte->row, V, FLOAT_X));
-        token[i] =
-            draw(logits, (long)V,
-                 random_uniform(random_stream((uint64_t)c->seed, "sample") ^ (uint64_t)step, (uint64_t)i));
+        run_plan(m, plan, load_sample, 0, 0);
+        uint64_t stream = random_stream((uint64_t)c->seed, "sample") ^ (uint64_t)step;
+        token[i] = next_token(m, seen, logits, random_uniform(stream, (uint64_t)i));
         bool printable = (token[i] >= 32 && token[i] < 127) || token[i] == '\n' || token[i] == '\t';
         length += (size_t)(text ? sprintf(out + length, "%c", printable ? token[i] : '?')
                                 : sprintf(out + length, "%d ", token[i]));
@@ -1157,6 +934,7 @@ static void sample(Model *m, long count, long step) {
     m->B = B;
     m->T = T;
     kernel_flops = trained;
+    pp_free(plan);
     free(token);
     free(logits);
     free(out);
@@ -1165,54 +943,6 @@ static void sample(Model *m, long count, long step) {
 // =====================================================================================================================
 // main
 // =====================================================================================================================
-
-// A resumed run goes on in the data order of the run that it resumes.
-static void seed_from_run(const char *checkpoint) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
-    SafeTensors *s = safetensors_open(path);
-    const char *seed = safetensors_meta(s, "seed");
-    if (seed) config.seed = strtol(seed, NULL, 10);
-    safetensors_close(s);
-}
-
-// The ranks of the run. One process answers for any number where nothing runs.
-static long run_size(const Config *c) {
-    bool asks = c->dry_run || c->explain;
-    if (c->ranks != NOT_GIVEN) return c->ranks;
-    if (asks && c->dp != NOT_GIVEN) return c->dp * c->tp;
-    return asks && launch_size() == 1 ? c->tp : launch_size();
-}
-
-// Everything about flags, files and sizes is checked here, before MPI starts and before memory is taken. Returns the step
-// to go on from, and the checkpoint's path.
-static long configure(int argc, char **argv, char *checkpoint, size_t checkpoint_size) {
-    Config *c = &config;
-    flags_parse(flags, LENGTH(flags), argc, argv,
-                "train: GPT-2 and Llama-style language models, on any number of ranks.\n"
-                "usage: ./train [flags], ./train --ranks 2 [flags], mpirun -n 2 ./train [flags]");
-    say_quiet(c->quiet);
-    long step = c->resume ? checkpoint_find(c->resume, checkpoint, checkpoint_size) : 0;
-    if (c->resume) c->lazy_optimizer = false; // the moments come with the weights
-    char weights[PATH_MAX];
-    snprintf(weights, sizeof weights, "%s/weights.safetensors", checkpoint);
-    const char *file = c->resume ? weights : c->init;
-    if (flag_given(&config.model)) config_from_preset();
-    if (file) config_from_file(file);
-    config_from_preset();
-    const Preset *p = &presets[c->model];
-    if (c->seq == NOT_GIVEN) c->seq = p->seq;
-    if (c->positions == 0) c->positions = c->seq > p->seq ? c->seq : p->seq;
-    if (c->rope_theta == NOT_GIVEN) c->rope_theta = p->rope_theta > 0 ? p->rope_theta : 10000;
-    if (c->resume && !flag_given(&config.seed)) seed_from_run(checkpoint);
-    open_data(c);
-    config_check(c, run_size(c));
-    check_data(c);
-    if (step >= c->steps)
-        fail_all(EXIT_USAGE, "--steps %ld: %s stands at step %ld already; nearest: %ld", c->steps, checkpoint,
-                 step, step + 1);
-    return step;
-}
 
 // Predicts by reserving in a ledger alone, and refuses what the machine cannot hold. Workspaces are those of this process's
 // threads: a dry run of many ranks on few cores counts a little more than each of them will take.
@@ -1225,7 +955,8 @@ static Ledger predict(Model *m) {
     m->config.lazy_optimizer = lazy;
     Ledger predicted = ledger;
     device_dry_run(false);
-    if (m->config.dry_run || m->config.explain) return predicted; // of a machine that need not be this one
+    free(m->acts), free(m->rebuilt), free(m->dout), free(m->head); // they point to nothing
+    if (m->config.dry_run || m->config.explain) return predicted;  // of a machine that need not be this one
     // The least that any rank finds free, so that all decide alike. With --lazy-optimizer the moments are not counted: that run
     // is to fail where it asks for them, after its first backward.
     size_t available = (size_t)-comm_max(m->grid.world, -(double)device_free_memory());
@@ -1237,6 +968,24 @@ static Ledger predict(Model *m) {
                  (double)available * 1e-9, report_smaller(m));
     }
     return predicted;
+}
+
+// Answers for each place in the pipeline; in the end m is laid out for the one that needs the most memory.
+static void dry_run(Model *m) {
+    int largest = 0;
+    if (!m->config.json) say_without_effect(&m->config);
+    Place *place = host_alloc((size_t)m->config.pp, sizeof *place);
+    for (int r = 0; r < m->config.pp; r++) {
+        m->pp_rank = r;
+        model_layout(m);
+        place[r] = report_place(m, predict(m));
+        if (place[r].memory.total_peak > place[largest].memory.total_peak) largest = r;
+    }
+    m->pp_rank = largest;
+    model_layout(m);
+    predict(m);
+    report_dry_run(m, place);
+    free(place);
 }
 
 // This rank's device, taken before MPI starts; what it cannot do is refused.
@@ -1291,12 +1040,16 @@ static void enter_rest(Comm *world, MemCategory category) {
     comm_wait(comm_barrier(world));
 }
 
-// rank = dp · TP + tp (a dry run is rank 0).
+// rank = (pp · DP + dp) · TP + tp (a dry run is rank 0).
 static void make_grid(const Config *c, Grid *g) {
-    int tp = (int)c->tp, rank = g->world->rank, holders = c->tp > c->kv_heads ? tp / (int)c->kv_heads : 1;
-    g->dp = comm_split(g->world, rank % tp, rank, "dp");
+    int tp = (int)c->tp, in_stage = (int)(c->dp * c->tp), rank = g->world->rank;
+    int holders = c->tp > c->kv_heads ? tp / (int)c->kv_heads : 1;
+    g->pp = comm_split(g->world, rank % in_stage, rank, "pp");
+    g->dp = comm_split(g->world, rank / in_stage * tp + rank % tp, rank, "dp");
     g->tp = comm_split(g->world, rank / tp, rank, "tp");
     g->kv = comm_split(g->world, rank / holders, rank, "kv");
+    bool end = pp_ties(c) && (g->pp->rank == 0 || g->pp->rank == g->pp->size - 1);
+    g->tied = comm_split(g->world, end ? rank % in_stage : in_stage + rank, rank, "tied"); // others: each alone
     double host = comm_host().host;
     bool crosses = comm_max(g->tp, host) != -comm_max(g->tp, -host);
     if (comm_max(g->world, crosses) > 0)
@@ -1312,10 +1065,10 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a reader of the output that goes away ends no training
     char checkpoint[PATH_MAX - 32] = "";
     long first_step = configure(argc, argv, checkpoint, sizeof checkpoint);
-    if (config.ranks != NOT_GIVEN && !config.dry_run && !config.explain)
-        launch_ranks((int)config.ranks, argc, argv, &stop_signal);
-    int threads = launch_threads();
     bool trains = !config.dry_run && !config.explain;
+    if (!trains) signal(SIGUSR1, SIG_DFL), signal(SIGTERM, SIG_DFL); // there is nothing to save
+    if (trains && config.ranks != NOT_GIVEN) launch_ranks((int)config.ranks, argc, argv, &stop_signal);
+    int threads = launch_threads();
     if (trains) open_device(&config);
     Comm *world = comm_init(&argc, &argv);
     watchdog_start(world, config.timeout);
@@ -1333,14 +1086,16 @@ int main(int argc, char **argv) {
         comm_use((Transport)c->comm);
     }
     make_grid(c, &m.grid);
+    m.pp_rank = m.grid.pp->rank;
+    if (trains) pp_connect(&m);
     if (trains) enter_rest(world, MEM_LIBRARIES);
+    m.plan = pp_plan(c, c->accum, false, UNIT_COSTS);
     model_layout(&m);
-    m.acts = host_alloc((size_t)c->layers + 1, sizeof *m.acts);
     m.block = host_alloc((size_t)c->layers, sizeof *m.block);
     m.d_block = host_alloc((size_t)c->layers, sizeof *m.d_block);
     predicted = predict(&m);
     if (c->explain) report_explain(&m);
-    if (c->dry_run) report_dry_run(&m, &predicted);
+    if (c->dry_run) dry_run(&m);
     if (!trains) {
         watchdog_stop();
         comm_finalize();

@@ -6,8 +6,8 @@
 
 GPT-2 124M on sequences of 1,024 tokens, in bf16 and, where the card has it, in fp8: tokens a second and MFU, the median of the
 steps after the first five. Then the law: ten steps in fp32 on the GPU, by 1 rank and, where MPI is there, by 2 and 4 that
-share the GPU (--comm mpi) or, where there are as many, have one each (NCCL), at each ZeRO stage and with the matrices cut among
-them (--tp, --sp), give the loss (2e-5) and the gradient norm (2e-4) of the same run on one CPU rank.
+share the GPU (--comm mpi) or, where there are as many, have one each (NCCL), at each ZeRO stage, with the matrices cut among
+them (--tp, --sp) and with the layers spread over them (--pp, each schedule), give the loss (2e-5) and the gradient norm (2e-4) of the same run on one CPU rank.
 Standard library only. Ends with 1 where the law is broken or a run fails.
 """
 import argparse
@@ -22,15 +22,17 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOSS, NORM = 2e-5, 2e-4
-SMALL = "--layers 3 --heads 8 --hidden 64 --ffn 152 --seq 48 --lr 3e-3 --warmup 3 --steps 10 --eval-every 0".split()
+SMALL = "--layers 4 --heads 8 --hidden 64 --ffn 152 --seq 48 --lr 3e-3 --warmup 3 --steps 10 --eval-every 0".split()
 BATCH = 8  # sequences a step
 SECONDS = 60  # that a run may take
-ZERO = [["--zero", str(stage)] for stage in range(4)]
+ZERO = [f"--zero {stage}" for stage in range(4)]
+SCHEDULES = [f"--pp 2 --accum 4 --schedule {s}" for s in ("afab", "1f1b", "interleaved", "zb-h1", "zbv")]
 LAYOUTS = {  # by ranks
-    1: [[]],
-    2: [*ZERO, ["--tp", "2"], ["--tp", "2", "--sp"]],
-    4: [*ZERO, ["--tp", "4"], ["--tp", "4", "--sp"], ["--tp", "2", "--sp", "--zero", "3"]],
-}
+    1: [""],
+    2: [*ZERO, "--tp 2", "--tp 2 --sp", *SCHEDULES],
+    4: [*ZERO, "--tp 4", "--tp 4 --sp", "--tp 2 --sp --zero 3", "--pp 2 --accum 4 --schedule zbv --zero 3",
+        "--pp 2 --accum 4 --schedule zb-h1 --tp 2 --sp"],
+}  # fmt: skip
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", choices=["cuda", "emu"], default="cuda")
@@ -82,7 +84,7 @@ def the_law():
     if not mpi:
         print("one rank alone: no MPI here")
     good = True
-    print(f"\n{'against one CPU rank':48}{'loss':>12}{'norm':>12}")
+    print(f"\n{'against one CPU rank':72}{'loss':>12}{'norm':>12}")
     for arch in "gpt2", "llama":
         model = ["--arch", arch, *SMALL]
         want = run(cpu, *model, "--micro-batch", BATCH)
@@ -93,18 +95,19 @@ def the_law():
             if comm == "nccl" and not 1 < ranks <= gpus():
                 continue
             for layout in LAYOUTS[ranks]:
-                tp = int(layout[1]) if layout[:1] == ["--tp"] else 1
-                name = " ".join([f"{arch}, {ranks} rank{'s' * (ranks > 1)}, {comm},", *layout])
-                layout = [*layout, "--micro-batch", BATCH // (ranks // tp), "--comm", comm]
+                name = f"{arch}, {ranks} rank{'s' * (ranks > 1)}, {comm}, {layout}"
+                layout = layout.split()
+                tp, pp, accum = (int(dict(zip(layout, layout[1:])).get(flag, 1)) for flag in ("--tp", "--pp", "--accum"))
+                layout += ["--micro-batch", BATCH // (ranks // tp // pp * accum), "--comm", comm]
                 got = run(here, *model, *layout, *(["--ranks", ranks] if ranks > 1 else []))
                 if isinstance(got, str):
-                    print(f"{name:48} failed: {got}")
+                    print(f"{name:72} failed: {got}")
                     good = False
                     continue
                 pairs = list(zip(steps(got), steps(want)))
                 loss, norm = (max(abs(a[k] / b[k] - 1) for a, b in pairs) for k in ("loss", "grad_norm"))
                 kept = len(pairs) == 10 and loss <= LOSS and norm <= NORM  # false for NaN
-                print(f"{name:48}{loss:12.1e}{norm:12.1e}{'' if kept else '   BROKEN'}")
+                print(f"{name:72}{loss:12.1e}{norm:12.1e}{'' if kept else '   BROKEN'}")
                 good &= kept
     return good
 

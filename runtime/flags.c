@@ -133,14 +133,14 @@ static void print_help(const Flag *flags, size_t n, const char *about) {
             continue;
         }
         char left[160];
-        if (f->kind == FLAG_CHOICE && strlen(f->choices) < 40)
+        if (f->kind == FLAG_CHOICE && strlen(f->choices) < 24)
             snprintf(left, sizeof left, "--%s %s", f->name, f->choices);
         else if (f->kind == FLAG_CHOICE || f->kind == FLAG_SWITCH)
             snprintf(left, sizeof left, "--%s%s", f->name, f->kind == FLAG_CHOICE ? " NAME" : "");
         else
             snprintf(left, sizeof left, "--%s%s", f->name, operand[f->kind]);
         printf("  %-34s %s", left, f->help);
-        if (f->kind == FLAG_CHOICE && strlen(f->choices) >= 40) printf(": %s", f->choices);
+        if (f->kind == FLAG_CHOICE && strlen(f->choices) >= 24) printf(": %s", f->choices);
         print_default(f);
         printf("\n");
     }

@@ -8,7 +8,12 @@
 //     drift   as flip, a second moment                             master  as flip, an fp32 master
 //     late    the launcher takes SECONDS to hear that the rank ends the job (N does not matter)
 //
-// The first four over another group: skip@tp, stop@tp, sleep@tp. (What is awaited at once cannot be swapped.)
+// The first four over another group: skip@tp, stop@tp, sleep@tp. (What is awaited at once cannot be swapped.) A channel is a
+// group of two: "skip@F to stage 1" leaves out a send or a receive, by the rank; swap puts it behind the next message of
+// another channel, and nobody awaits it (the ring does not mind, NCCL does); and
+//
+//     again   the N-th message of the channel is sent, or received, a second time
+//
 // Nothing of that is in the program: it is linked anew, with --wrap for the functions below (see the Makefile).
 #include "kernels/kernels.h"
 #include "runtime/comm.h"
@@ -25,7 +30,7 @@
 #include <mpi.h>
 
 static struct {
-    char kind[16];
+    char kind[40];
     const char *group;
     int rank, n;
     double seconds;
@@ -35,7 +40,7 @@ static void read_order(void) {
     if (fault.n) return;
     fault.seconds = 1e9;
     const char *order = getenv("FAULT");
-    if (!order || sscanf(order, "%15[^:]:%d:%d:%lf", fault.kind, &fault.rank, &fault.n, &fault.seconds) < 3)
+    if (!order || sscanf(order, "%39[^:]:%d:%d:%lf", fault.kind, &fault.rank, &fault.n, &fault.seconds) < 3)
         fail_all(EXIT_USAGE, "FAULT is not KIND:RANK:N");
     char *at = strchr(fault.kind, '@');
     if (at) *at = 0;
@@ -117,6 +122,55 @@ Work __wrap_comm_reduce_scatter(Comm *c, void *out, const void *in, size_t count
 Work __wrap_comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 Work __wrap_comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t) {
     return pass((Call){OP_ALL_GATHER, c, out, in, count, t});
+}
+
+// ---- messages -------------------------------------------------------------------------------------------------------
+
+typedef struct {
+    Comm *channel;
+    void *buffer;
+    size_t count;
+    DType type;
+} Message;
+
+Work __real_comm_send(Comm *channel, const void *buffer, size_t count, DType t);
+Work __real_comm_receive(Comm *channel, void *buffer, size_t count, DType t);
+
+static Work start_message(Message x) {
+    return x.channel->rank == 0 ? __real_comm_send(x.channel, x.buffer, x.count, x.type)
+                                : __real_comm_receive(x.channel, x.buffer, x.count, x.type);
+}
+
+static Work pass_message(Message x) {
+    static int skips, swaps, stops, sleeps, agains;
+    static Message later; // one that waits for the next one to pass it
+    read_order();
+    if (strcmp(x.channel->name, fault.group) == 0) {
+        if (happens("stop", &stops)) raise(SIGSTOP);
+        if (happens("sleep", &sleeps)) sleep_at_fault();
+        if (happens("skip", &skips)) return (Work){.comm = NULL};
+        if (happens("again", &agains)) start_message(x);
+        if (happens("swap", &swaps)) {
+            later = x;
+            return (Work){.comm = NULL};
+        }
+    }
+    Message first = later;
+    bool passes = first.channel && first.channel != x.channel;
+    if (first.channel) later.channel = NULL;
+    if (first.channel && !passes) start_message(first); // of one channel, they keep their order
+    Work w = start_message(x);
+    if (passes) start_message(first);
+    return w;
+}
+
+Work __wrap_comm_send(Comm *channel, const void *buffer, size_t count, DType t);
+Work __wrap_comm_send(Comm *channel, const void *buffer, size_t count, DType t) {
+    return pass_message((Message){channel, (void *)buffer, count, t});
+}
+Work __wrap_comm_receive(Comm *channel, void *buffer, size_t count, DType t);
+Work __wrap_comm_receive(Comm *channel, void *buffer, size_t count, DType t) {
+    return pass_message((Message){channel, buffer, count, t});
 }
 
 // ---- numbers --------------------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ import pytest
 
 import reference
 from conftest import build, close, covering, environment, label, run_program
+from test_trace import rank_plan, stages_of
 
 STATE = "weights gradients master optimizer whole_buckets tied_embedding".split()
 CATEGORIES = [*STATE, *"activations dout logits communication workspace".split()]
 GB, GIB = 1e9, 2**30
 MODEL = dict(arch="gpt2", layers=3, hidden=32, heads=4, kv_heads=4, ffn=96, vocab=261, seq=24, tie=True, positions=64,
-             tp=1, sp=False)  # fmt: skip
+             tp=1, sp=False, pp=1, schedule="1f1b", v=1, accum=1, place=0)  # place: in the pipeline # fmt: skip
 B = 3
 
 
@@ -49,6 +50,8 @@ def flags(c, *more):
         out += [f"--{name.replace('_', '-')}", c[name]]
     if c["tp"] > 1:
         out += ["--tp", c["tp"], *(["--sp"] if c["sp"] else [])]
+    if c["pp"] > 1:
+        out += ["--pp", c["pp"], "--schedule", c["schedule"], "--virtual-stages", c["v"], "--accum", c["accum"]]
     return [*out, *more]
 
 
@@ -150,17 +153,48 @@ ZERO_SHAPES = {
 BUCKET_MB = [0, 0.03, 0.06, 9]  # every block its own; …; all blocks and the head in one
 
 
+def splits(c):
+    """Does the schedule put W off?"""
+    return c["pp"] > 1 and c["schedule"] in ("zb-h1", "zbv")
+
+
+def chunks(c):
+    """The units of each of this place's chunks: 0 the embedding, then the blocks, of which earlier stages have one more where
+    they do not divide, then the head."""
+    L, n = c["layers"], c["pp"] * c["v"]
+    out = []
+    for s in stages_of(c["schedule"], c["pp"], c["v"], c["place"]):
+        first = s * (L // n) + min(s, L % n)
+        blocks = range(1 + first, 1 + first + L // n + (s < L % n))
+        out.append([*([0] if s == 0 else []), *blocks, *([L + 1] if s == n - 1 else [])])
+    return out
+
+
+def has(c, unit):
+    return any(unit in chunk for chunk in chunks(c))
+
+
+def holds_embedding(c):
+    """As the first stage, or for the last one's tied head."""
+    return has(c, 0) or (c["tie"] and has(c, c["layers"] + 1))
+
+
 def grouped(c, X, megabytes):
-    """The tensors of each bucket: from the back, blocks join the head and each other, up to this many megabytes."""
-    embedding, *rest = tensors(c, vocabulary(c))
-    out = [rest.pop()]
-    while rest:
-        unit = rest.pop()
-        if size(unit + out[0]) * X <= megabytes * 1e6:
-            out[0] = unit + out[0]
-        else:
-            out.insert(0, unit)
-    return [embedding, *out]
+    """The tensors of each bucket: from the back of each chunk, blocks join the head and each other, up to this many
+    megabytes. Where W is put off, the head, which has none, stays alone."""
+    units, out = tensors(c, vocabulary(c)), []
+    head = c["layers"] + 1
+    for chunk in chunks(c):
+        together, last = [], None  # the unit behind
+        for u in reversed(chunk):
+            joins = u > 0 and last is not None and not (last == head and splits(c))
+            if joins and size(units[u] + together[0]) * X <= megabytes * 1e6:
+                together[0] = units[u] + together[0]
+            else:
+                together.insert(0, units[u])
+            last = u
+        out += together
+    return [*([units[0]] if holds_embedding(c) and not has(c, 0) else []), *out]
 
 
 def merged(c, X, megabytes):
@@ -179,8 +213,9 @@ def state(c, zero, ranks, rank=0, X=4, accum_fp32=False, megabytes=0):
     whole, part = sum(all_buckets), sum(shard(n, ranks, rank) for n in all_buckets)
     fp32_sum = 4 if mixed and accum_fp32 else 0
     # The slots: buckets take turns, each slot is as large as the largest that stands in it.
-    sharing = [0 if i == 0 and c["tie"] else n for i, n in enumerate(all_buckets)]
-    slots = max(sharing[0::2]) + max(sharing[1::2])
+    tied = all_buckets[0] if c["tie"] and holds_embedding(c) else 0
+    sharing = [0 if i == 0 and tied else n for i, n in enumerate(all_buckets)]
+    slots = max(sharing[0::2]) + max(sharing[1::2], default=0)
     in_use = (X + fp32_sum if zero >= 2 else 0) + (X if zero == 3 else 0)  # bytes an element, while it is whole
     return {
         "weights": X * (part if zero == 3 else whole),
@@ -188,7 +223,7 @@ def state(c, zero, ranks, rank=0, X=4, accum_fp32=False, megabytes=0):
         "master": 4 * mixed * (part if zero >= 1 else whole),
         "optimizer": 8 * (part if zero >= 1 else whole),
         "whole_buckets": in_use * slots,
-        "tied_embedding": in_use * all_buckets[0] * c["tie"],
+        "tied_embedding": in_use * tied,
     }
 
 
@@ -380,14 +415,15 @@ def test_bytes_sent_a_step():
 ONCE_A_STEP = 8 + 16  # doubles, over all ranks: the gradient's norm; the loss, and whether to stop
 
 
-def two_steps(train, run, ranks, precision):
+def two_steps(train, run, ranks, precision, by=("group", "op")):
     """The longer of two runs, by two steps; then bytes, and calls, of a step by (group, operation), of all ranks."""
 
     def totals(steps):
         r, sent, calls = train(*run, "--steps", steps, ranks=ranks, precision=precision), Counter(), Counter()
         for row in r.one("end")["comm"]:
-            sent[row["group"], row["op"]] += row["bytes"]
-            calls[row["group"], row["op"]] += row["calls"]
+            key = tuple(row[name] for name in by)
+            sent[key] += row["bytes"]
+            calls[key] += row["calls"]
         return r, sent, calls
 
     (_, *short), (r, *long) = totals(1), totals(3)
@@ -568,6 +604,24 @@ def test_messages_as_explained(zero, precision, text):
 
 
 # ---- activations ---------------------------------------------------------------------------------------------------
+def most_blocks(c):
+    """Of a chunk."""
+    return max(sum(0 < u <= c["layers"] for u in chunk) for chunk in chunks(c))
+
+
+def peaks(c):
+    """The most micro-batches at a time, counted by chunk: between F and the end of W; between I and the end of W; and of the
+    last stage, where this place has it, between F and I."""
+    p, v, m, r = c["pp"], c["v"], c["accum"], c["place"]
+    if p == 1:
+        return 1, 1, 1
+    in_flight = {"afab": m, "1f1b": min(p - r, m), "interleaved": min(2 * (p - r - 1) + (v - 1) * p + 1, m * v),
+                 "zb-h1": p, "zbv": 2 * p}  # fmt: skip
+    waiting = {"zb-h1": r + 1, "zbv": 2 * r + 1}
+    heads = (m if c["schedule"] == "afab" else 1) * has(c, c["layers"] + 1)
+    return in_flight[c["schedule"]], waiting.get(c["schedule"], 1), heads
+
+
 def activations(c, X, recompute, attention):
     """The table of train.h, term by term; X bytes a value. What is shared between blocks is counted once."""
     T, C, t = c["seq"], c["hidden"], c["tp"]
@@ -582,23 +636,39 @@ def activations(c, X, recompute, attention):
         "up": X * N * F * (1 if gpt2 else 2), "act": X * N * F,
     }  # fmt: skip
     probs = X * N * H * T * (attention == "naive")
-    head = norm + x + x
-    L = c["layers"]
-    if recompute == "full":
-        return L * x + sum(inner.values()) + probs + head
-    return L * (x + sum(inner.values())) + (1 if recompute == "selective" else L) * probs + head
+    in_flight, waiting, heads = peaks(c)
+    blocks, head = most_blocks(c), heads * (norm + x + x)
+    kept = in_flight * blocks
+    if recompute == "full":  # W that is put off needs what its I has computed again
+        rebuilt = 1 + (waiting * blocks if splits(c) else 0)
+        return kept * x + rebuilt * sum(inner.values()) + probs + head
+    return kept * (x + sum(inner.values())) + (1 if recompute == "selective" else kept) * probs + head
+
+
+def output_gradients(c, X):
+    """Of down for two blocks at once, of up, out and qkv, and sums for two norms' vectors, for one: in GPT-2 9 C a token, and
+    once more C. Where W is put off, all of that for each block that waits. And of the embedding."""
+    N, C, (A, KV, F) = B * c["seq"], c["hidden"], widths(c)
+    R, U = N // c["tp"] if c["sp"] else N, F if c["arch"] == "gpt2" else 2 * F
+    x, block = R * C, R * C + N * U + N * (A + 2 * KV) + 4 * C
+    if splits(c):
+        return X * (peaks(c)[1] * most_blocks(c) * (x + block) + x * has(c, 0))
+    return X * ((2 if most_blocks(c) > 1 or has(c, 0) else 1) * x + block)
+
+
+def logits(c, X):
+    """Of this rank's padded slice; of each row, the largest here and of all, two sums, and the loss. Where the head is."""
+    N, heads = B * c["seq"], peaks(c)[2]
+    return X * heads * N * vocabulary(c) + 5 * 4 * N * (heads > 0)
 
 
 def check_activations(c, recompute, attention, precision):
     X = 4 if precision == "fp32" else 2
     memory = dry_run(*flags(c, "--recompute", recompute, "--attention", attention), precision=precision)["memory"]
-    N, C, (A, KV, F) = B * c["seq"], c["hidden"], widths(c)
-    R, U = N // c["tp"] if c["sp"] else N, F if c["arch"] == "gpt2" else 2 * F
+    N, C, (_, _, F) = B * c["seq"], c["hidden"], widths(c)
     assert memory["activations"] == activations(c, X, recompute, attention)
-    # Output gradients: of down for two blocks at once, of up, out and qkv for one.
-    assert memory["dout"] == X * (2 * R * C + N * U + R * C + N * (A + 2 * KV))
-    # Logits of this rank's padded slice; of each row, the largest here and of all, two sums, and the loss.
-    assert memory["logits"] == X * N * vocabulary(c) + 5 * 4 * N
+    assert memory["dout"] == output_gradients(c, X)
+    assert memory["logits"] == logits(c, X)
     assert memory["communication"] == communication(c, 0, 1, X=X)
     # Working memory is not of the tables; it is not a second set of activations either.
     assert X * N * (C + F) <= memory["workspace"]
@@ -662,7 +732,8 @@ def check_memory(r, said, c, zero, dp, X, accum_fp32, megabytes):
     rows = r.one("end")["memory"]
     assert [row.pop("rank") for row in rows] == list(range(dp * tp))
     for rank, row in enumerate(rows):
-        live = row.pop("live")
+        live, predicted = row.pop("live"), row.pop("predicted")
+        assert predicted == row, f"rank {rank} itself"
         want = {**said["memory"], **state(c, zero, dp, rank // tp, X, accum_fp32, megabytes)}
         want["peak"] = sum(want[name] for name in CATEGORIES)
         assert row == want, f"rank {rank}"
@@ -701,6 +772,181 @@ def test_predicted_is_measured(x, train, text):
     assert list(table) == [*CATEGORIES, "total"]
     for name in CATEGORIES:
         assert table[name] == f"{said['memory'][name] / GB:.6f}"
+
+
+PIPELINES = [{  # c: what is not as in MODEL
+    "c": dict(pp=2, schedule="afab", accum=3), "dp": 1, "zero": 0,
+}, {
+    "c": dict(pp=3, accum=5, layers=5, arch="llama", kv_heads=2, tie=False), "dp": 1, "zero": 1, "precision": "bf16",
+    "recompute": "full",
+}, {  # fewer micro-batches than stages
+    "c": dict(pp=4, accum=2, layers=6), "dp": 1, "zero": 0,
+}, {
+    "c": dict(pp=2, accum=3, layers=5), "dp": 2, "zero": 3, "megabytes": 0.04,
+}, {
+    "c": dict(pp=2, schedule="interleaved", v=2, accum=4, layers=5, tp=2, sp=True), "dp": 1, "zero": 0, "precision": "bf16",
+    "accum_fp32": True, "recompute": "selective", "attention": "naive",
+}, {
+    "c": dict(pp=3, schedule="interleaved", v=3, accum=3, layers=10, arch="llama"), "dp": 1, "zero": 0,
+}, {
+    "c": dict(pp=4, schedule="zb-h1", accum=5, layers=6), "dp": 1, "zero": 0, "recompute": "full",
+}, {
+    "c": dict(pp=2, schedule="zb-h1", accum=3, arch="llama", tie=False), "dp": 2, "zero": 2, "precision": "bf16",
+    "megabytes": 9, "attention": "naive",
+}, {
+    "c": dict(pp=2, schedule="zbv", v=2, accum=3, layers=6), "dp": 2, "zero": 3, "precision": "bf16", "accum_fp32": True,
+    "megabytes": 9, "attention": "naive",
+}, {
+    "c": dict(pp=3, schedule="zbv", v=2, accum=6, layers=7, arch="llama"), "dp": 1, "zero": 0, "recompute": "full",
+}, {  # without --sp every tp rank sends all rows
+    "c": dict(pp=2, schedule="zb-h1", accum=2, tp=2), "dp": 1, "zero": 1,
+}]  # fmt: skip
+PIPELINE = dict(megabytes=0, precision="fp32", accum_fp32=False, recompute="none", attention="flash")
+
+
+def channels(c):
+    """Bytes that each of a place's channels has sent, and messages that went through it, in a step."""
+    n, turn = c["pp"] * c["v"], c["pp"] if c["schedule"] == "zbv" else None  # the stage that has the one before it here
+    message = B * c["seq"] // (c["tp"] if c["sp"] else 1) * c["hidden"]
+    out = {}
+    for s in stages_of(c["schedule"], c["pp"], c["v"], c["place"]):
+        if s + 1 < n and s + 1 != turn:
+            out[f"F to stage {s + 1}"], out[f"I to stage {s}"] = message, 0
+        if s > 0 and s != turn:
+            out[f"F to stage {s}"], out[f"I to stage {s - 1}"] = 0, message
+    return {name: c["accum"] * items for name, items in out.items()}
+
+
+def gathers(c, X, megabytes):
+    """How often ZeRO-3 gathers each bucket's weights in a step: F and I read them, unless they are whole from before. What is
+    gathered takes the slot of every second bucket; beside a pass of a unit comes the next bucket of the chunk; and I lets go
+    of its own. A tied embedding has a place of its own, and the head reads it, too."""
+    all_buckets, last = merged(c, X, megabytes), c["layers"] + 1
+    units = [size(unit) for unit in tensors(c, vocabulary(c))]
+    tied, copy = c["tie"] and holds_embedding(c), holds_embedding(c) and not has(c, 0)
+    bucket, first, place = {}, {}, int(copy)  # of a unit its bucket, of a bucket its first unit
+    for chunk in chunks(c):
+        left = all_buckets[place]
+        for u in chunk:
+            if left == 0:
+                place, left = place + 1, all_buckets[place + 1]
+            bucket[u], left = place, left - units[u]
+            first.setdefault(place, u)
+        place += 1
+    whole, count = set(), [0] * len(all_buckets)
+
+    def slot(i):
+        return "own" if i == 0 and tied else i % 2
+
+    def gather(i):
+        nonlocal whole
+        count[i] += i not in whole
+        whole = {j for j in whole if slot(j) != slot(i)} | {i}
+
+    for letter, k, _ in rank_plan(c["schedule"], c["pp"], c["v"], c["accum"], c["place"]):
+        chunk = chunks(c)[k]
+        for u in {"F": chunk, "W": []}.get(letter, chunk[::-1]):
+            i, forward = bucket[u], letter == "F"
+            if forward or u > 0:  # the embedding's I reads nothing
+                if tied and u == last:
+                    gather(0)
+                gather(i)
+                following = i + 1 if forward else i - 1
+                if first.get(following) in chunk and (forward or first[following] > 0):
+                    gather(following)
+            if not forward and u == first[i]:
+                whole.discard(i)
+            if not forward and u == last and copy:
+                whole.discard(0)
+    return count
+
+
+def sent_over_dp(c, dp, x, X):
+    """Bytes of a place's group of dp ranks, in a step, by operation."""
+    all_buckets, zero, of_sums = merged(c, X, x["megabytes"]), x["zero"], 4 if x["accum_fp32"] else X
+    whole = (dp - 1) * sum(all_buckets)
+    if zero == 0:
+        return {"all_reduce": 2 * whole * of_sums}
+    gathered = X * whole
+    if zero == 3:
+        gathered = X * (dp - 1) * sum(n * times for n, times in zip(all_buckets, gathers(c, X, x["megabytes"])))
+    return {"reduce_scatter": whole * of_sums * (c["accum"] if zero > 1 else 1), "all_gather": gathered}
+
+
+@pytest.mark.parametrize("x", [{**PIPELINE, **x} for x in PIPELINES], ids=label)
+def test_pipelines(x, train, text):
+    """What every rank holds is what its stages are made of, and the schedule's peaks times a micro-batch; what it sends are a
+    message a micro-batch to each neighbour, of which it has v times as many with v chunks, and once a step its part of a
+    tied embedding; over dp, it sends what it would without a pipeline, once a step at ZeRO-0 and -1, else after every W."""
+    c, dp, X = model(**x["c"]), x["dp"], 4 if x["precision"] == "fp32" else 2
+    p, stage, of_sums = c["pp"], dp * c["tp"], 4 if x["accum_fp32"] else X
+    run = flags(c, "--data", text, "--eval-batches", 1, "--peak-tflops", 1, "--recompute", x["recompute"],
+                "--attention", x["attention"], *zero_flags(x["zero"], x["accum_fp32"], x["megabytes"]))  # fmt: skip
+    r, sent, calls = two_steps(train, run, p * stage, x["precision"], by=("rank", "group", "op"))
+    assert {group for _, group, _ in sent} <= {"world", "pp", "dp", "tp", "kv", "tied"}
+    said, over_dp, over_pp = dry_run(*run, "--dp", dp, precision=x["precision"])["stages"], Counter(), Counter()
+    for rank, row in enumerate(r.one("end")["memory"]):
+        here, dp_rank = {**c, "place": rank // stage}, rank // c["tp"] % dp
+        # held
+        want = state(here, x["zero"], dp, dp_rank, X, x["accum_fp32"], x["megabytes"])
+        want["activations"] = activations(here, X, x["recompute"], x["attention"])
+        want["dout"], want["logits"] = output_gradients(here, X), logits(here, X)
+        assert {name: row[name] for name in want} == want, f"rank {rank}"
+        live, predicted = row["live"], row["predicted"]
+        assert predicted == {name: row[name] for name in predicted}, f"rank {rank}"
+        assert rank % stage or said[here["place"]]["memory"] == predicted, f"rank {rank}"
+        assert all(live[name] <= row[name] for name in live) and live["activations"] > 0, f"rank {rank}: {live}\n{row}"
+        if c["layers"] % (p * c["v"]) == 0 and x["recompute"] == "none":  # no chunk is smaller than its place
+            assert live["activations"] == row["activations"], f"rank {rank}"
+        # sent
+        own = channels(here)
+        got = sent[rank, "pp", "send"], calls[rank, "pp", "send"]  # calls: at both ends
+        assert got == (X * sum(own.values()), c["accum"] * len(own)), f"rank {rank}"
+        assert not any(n for (_, group, op), n in calls.items() if group == "pp" and op != "send")
+        embedding = merged(here, X, x["megabytes"])[0] if holds_embedding(here) else 0
+        ties = c["tie"] and embedding and not (has(here, 0) and has(here, c["layers"] + 1))
+        part = (shard(embedding, dp, dp_rank) if x["zero"] else embedding) * ties
+        assert (sent[rank, "tied", "all_reduce"], calls[rank, "tied", "all_reduce"]) == (part * of_sums, ties), f"rank {rank}"
+        over_pp[here["place"]] += (X * sum(own.values()) + part * of_sums) / stage
+        for (of, group, op), n in sent.items():
+            over_dp[here["place"], op] += n if of == rank and group == "dp" else 0
+        buffers = row["communication"] - communication(here, x["zero"], dp, X, x["accum_fp32"], x["megabytes"])
+        buffers -= staging(part, 2, of_sums)
+        message, leave = max(own.values()) // c["accum"] * X, len(own) // 2
+        arrive = leave + 2 * (c["schedule"] == "zbv" and here["place"] == p - 1)  # two from itself, where the V turns
+        assert buffers % message == 0 and 2 * leave + arrive <= buffers // message <= 2 * leave + arrive * c["accum"]
+    for place in range(p):
+        for op, n in sent_over_dp({**c, "place": place}, dp, x, X).items():
+            assert over_dp[place, op] == c["tp"] * n, (place, op)
+        assert close(said[place]["sent_over_dp"] * dp, sum(sent_over_dp({**c, "place": place}, dp, x, X).values()), 1e-12)
+        assert close(said[place]["sent_over_pp"], over_pp[place], 1e-12)
+    assert sum(n for (_, group, _), n in sent.items() if group == "world") == 2 * (p * stage - 1) * ONCE_A_STEP
+
+
+@pytest.mark.parametrize("schedule, v, peaks", [
+    ("afab", 1, [16] * 4), ("1f1b", 1, [4, 3, 2, 1]), ("interleaved", 2, [11, 9, 7, 5]), ("zb-h1", 1, [4] * 4),
+    ("zbv", 2, [8] * 4),
+])  # fmt: skip
+def test_places_of_a_large_pipeline(schedule, v, peaks):
+    """Answered by one process for 256 ranks: 80 layers in stages of 20, or chunks of 10, micro-batches of 8192 tokens."""
+    run = f"--model llama-70B --dp 8 --tp 8 --pp 4 --accum 16 --micro-batch 1 --schedule {schedule} --virtual-stages {v}"
+    out = dry_run(*run.split(), precision="bf16")
+    assert out["world"] == 256 and [row["layers"] for row in out["stages"]] == [20] * 4
+    assert sorted(s for row in out["stages"] for s in row["stages"]) == list(range(4 * v))
+    C, F, N = 8192, 28672, 8192
+    # train.h: 8 + (4 + 4g + 6f)/t bytes a token and channel with g = 8/64; fp32, two sums of squares and lse of 8 heads.
+    block = N * (C * (8 + (4 + 4 / 8 + 6 * F / C) / 8) + 4 * (2 + 8))
+    head = N * (4 * C + 4)
+    for r, row in enumerate(out["stages"]):
+        heads = (16 if schedule == "afab" else 1) * (r == (0 if schedule == "zbv" else 3))
+        assert row["memory"]["activations"] == peaks[r] * 20 / v * block + heads * head, r
+        x = N * C * 2  # C + 2F + C + (C + 2 · 1024) beside it, sliced by 8, and four vectors
+        if schedule in ("zb-h1", "zbv"):
+            waiting = r + 1 if v == 1 else 2 * r + 1
+            one = 2 * x + 2 * N * (2 * F + C + 2048) / 8 + 2 * 4 * C
+            assert row["memory"]["dout"] == waiting * 20 / v * one + x * (r == 0), r
+        neighbours = {"interleaved": [3, 4, 4, 3], "zbv": [2, 4, 4, 2]}.get(schedule, [1, 2, 2, 1])[r]
+        assert row["sent_over_pp"] == neighbours * 16 * x, r
 
 
 def test_staging_of_the_ring():

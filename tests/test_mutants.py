@@ -28,6 +28,13 @@ REPLICA = "tests/test_cases.py::test_one_replica_differs"
 COPIES = f"{REPLICA}_over_tp"
 PROGRAM, PRODUCTS = "tests/test_emu_program.py", "tests/test_fp8.py::test_error_of_the_three_products"
 COLLECTIVES, DEVICE = "tests/test_comm.py::test_collectives[2]", "tests/test_comm.py::test_collectives_on_a_device"
+PIPE, ALL_ELSE = f"{PROGRAM}::test_a_pipeline_over_nccl", f"{PROGRAM}::test_a_pipeline_with_all_else"
+SAMPLE = "tests/test_resume.py::test_the_same_weights_whoever_holds_them"
+NO_BIT, STAGES = "tests/test_law.py::test_a_pipeline_moves_no_bit[False-llama]", "tests/test_memory.py::test_pipelines"
+SCHEDULES = "tests/test_units.py::test_units[test_schedule-fp32]"
+LARGE = "megabytes=9,precision=bf16,accum_fp32={},recompute=none,attention=naive,c={}"  # of STAGES
+LARGE_ZB = LARGE.format(False, "{'pp': 2, 'schedule': 'zb-h1', 'accum': 3, 'arch': 'llama', 'tie': False},dp=2,zero=2")
+LARGE_ZBV = LARGE.format(True, "{'pp': 2, 'schedule': 'zbv', 'v': 2, 'accum': 3, 'layers': 6},dp=2,zero=3")
 UNITS, FP8, CHECK = "tests/test_units.py", "tests/test_cuda_fp8.py", "tests/test_emu_check.py"
 
 MUTANTS = {
@@ -50,14 +57,14 @@ MUTANTS = {
     "the shard's sum is carried to the bucket's start": (
         "dp_zero.c", "device_copy(b->grad + b->own, b->own_grad,", "device_copy(b->grad, b->own_grad,", RANKS),
     "accumulated gradients are not cleared": (
-        "dp_zero.c", "device_zero(b->grad, b->count * sizeof(floatX));", "", TEN_STEPS),
+        "dp_zero.c", "device_zero(b->grad, b->count * sizeof(floatX));\n    if (b->grad32) device_zero",
+        "if (b->grad32) device_zero", TEN_STEPS),
     "fp32 sums are not cleared": (
         "dp_zero.c", "if (b->grad32) device_zero(b->grad32, b->count * sizeof(float));", "", SUMS),
     "fp32 sums travel as bf16": (
         "dp_zero.c", "DType type = b->grad32 ? DTYPE_F32 : FLOAT_X;", "DType type = FLOAT_X;", SENT),
     "a tied embedding is done with the head": (
-        "dp_zero.c", "    close_gradient(m, i);\n}",
-        "    close_gradient(m, i);\n    if (unit == m->n_units - 1 && m->config.tie) close_gradient(m, 0);\n}", RANKS),
+        "dp_zero.c", "if (m->bucket[tied].chunk < 0)\n        end_bucket", "if (true)\n        end_bucket", RANKS),
     "a tied embedding begins anew after the head": (
         "dp_zero.c", "if (b->open) return;", "if (b->open && i) return;", RANKS),
     "the embedding's reduction is not waited for": (
@@ -69,14 +76,17 @@ MUTANTS = {
     "new weights are not shared": ("dp_zero.c", "        share_weights(m, i);\n        comm_progress();", "", RANKS),
     "old weights stay": ("dp_zero.c", "set_whole(m, i, m->config.zero == 0);", "set_whole(m, i, true);", RANKS),
     "the next weights take the slot in use": (
-        "dp_zero.c", "pass == FORWARD ? i + 1 : i - 1;", "pass == FORWARD ? i + 2 : i - 2;", RANKS),
-    "weights are not gathered for I": ("dp_zero.c", "if (pass == FORWARD || i > 0) {", "if (pass == FORWARD) {", RANKS),
+        "dp_zero.c", "next = pass == PASS_F ? i + 1 : i - 1", "next = pass == PASS_F ? i + 2 : i - 2", RANKS),
+    "weights are not gathered for I": (
+        "dp_zero.c", "return pass == PASS_F || (pass != PASS_W && unit > 0);", "return pass == PASS_F;", RANKS),
     "who lost the slot does not know": ("dp_zero.c", "set_whole(m, j, false); //", "; //", RANKS),
     "weights are gathered for the embedding's backward": (
-        "dp_zero.c", "if (pass == FORWARD || i > 0) {", "if (true) {", SENT),
+        "dp_zero.c", "return pass == PASS_F || (pass != PASS_W && unit > 0);", "return pass != PASS_W;", SENT),
     "what is still whole is gathered again": ("dp_zero.c", "    if (b->whole) return;\n", "", SENT),
-    "buckets are numbered from the back": ("dp_zero.c", "m->bucket_of[u] = n + 1 - m->bucket_of[u];", ";", SENT),
-    "blocks never share a bucket": ("dp_zero.c", "m->bucket_of[u] = fits ? n : ++n;", "m->bucket_of[u] = ++n;", HELD),
+    "buckets are numbered from the back": (
+        "dp_zero.c", "    free(joined);\n", "    free(joined);\n    for (int u = 1; u < m->n_units; u++)\n"
+        "        if (m->bucket_of[u] > 0) m->bucket_of[u] = m->n_buckets - m->bucket_of[u];\n", SENT),
+    "blocks never share a bucket": ("dp_zero.c", "joined[u] ? m->n_buckets - 1 : m->n_buckets++;", "m->n_buckets++;", HELD),
     # ... and the step
     "the norm counts all that is a rank's own": (
         "dp_zero.c", "begin = begin > b->shard ? begin : b->shard;", "begin = begin > b->shard ? begin : b->own;",
@@ -113,16 +123,18 @@ MUTANTS = {
         "train_gpt2.cu", "* world->size + world->rank;", "* world->size - world->rank;",
         "tests/test_cases.py::test_not_a_number_at_every_stage"),
     "the first micro-batch is always named": (
-        "dp_zero.c", "m->not_finite.micro = m->bucket[0].summed;", "m->not_finite.micro = 1;", NOT_A_NUMBER),
+        "dp_zero.c", "m->not_finite.micro = m->bucket[m->param[i].bucket].summed;", "m->not_finite.micro = 1;",
+        NOT_A_NUMBER),
     # the step
     "the loss is scaled by a rank's own batch": (
         "train_gpt2.cu", "(float)(1 / tokens)", "(float)((double)m->grid.dp->size / tokens)", RANKS),
     "ranks see the same sequences": (
-        "train_gpt2.cu", "(uint64_t)dp->size + (uint64_t)dp->rank) * m->B", "(uint64_t)dp->size) * m->B", LAW),
+        "train_gpt2.cu", "uint64_t i = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank)",
+        "uint64_t i = ((uint64_t)micro * (uint64_t)dp->size)", LAW),
     "the warm-up starts at zero": ("train_gpt2.cu", "c->lr * (double)(step + 1)", "c->lr * (double)step", TEN_STEPS),
-    "nothing is computed again": ("train_gpt2.cu", "        block_recompute(m, unit - 1);\n", "", GRADIENTS),
+    "nothing is computed again": ("train_gpt2.cu", "        block_recompute(m, unit - 1, acts, dx);\n", "", GRADIENTS),
     "rows past the validation set count": (
-        "train_gpt2.cu", "if (w >= n) memset(", "if (w > n) memset(",
+        "train_gpt2.cu", "if (w >= (uint64_t)n) memset(", "if (w > (uint64_t)n) memset(",
         "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
     "a NaN is trained on": (
         "train_gpt2.cu", "if (!isfinite(r.loss) || !isfinite(r.grad_norm))", "if (r.loss > 1e30)",
@@ -140,7 +152,8 @@ MUTANTS = {
     "a token is a row, whoever has it": (
         "train_gpt2.cu", "size_t row = (size_t)*t - wte->row;", "size_t row = (size_t)*t;", RANKS),
     "tp ranks see other sequences": (
-        "train_gpt2.cu", "const Comm *dp = m->grid.dp;\n    for", "const Comm *dp = m->grid.world;\n    for", RANKS),
+        "train_gpt2.cu", "const Config *c = &m->config;\n    const Comm *dp = m->grid.dp;",
+        "const Config *c = &m->config;\n    const Comm *dp = m->grid.world;", RANKS),
     # ... and sums
     "key/value heads' gradients stay parts": (
         "tp_sp.c", "p->split == SPLIT_KV_HEADS || rows_are_cut ?", "p->split != SPLIT_KV_HEADS && rows_are_cut ?",
@@ -160,7 +173,7 @@ MUTANTS = {
     "the MLP's biases are added by all": ("train_gpt2.cu", "once(m, w->down_bias)", "w->down_bias", RANKS),
     "positions are added by all": ("train_gpt2.cu", "once(m, m->ends.wpe)", "m->ends.wpe", RANKS),
     "what W needs takes the place of what I needs": (
-        "train_gpt2.cu", "h = tp_enter(m, a->h2, 1);", "h = tp_enter(m, a->h2, 0);", RANKS),
+        "train_gpt2.cu", "h = tp_enter(m, a.h2, 1);", "h = tp_enter(m, a.h2, 0);", RANKS),
     "the loss is counted by every tp rank": (
         "train_gpt2.cu", "if (m->grid.tp->rank > 0) sums[LOSS] = 0;", ";", RANKS),
     # ... and the loss
@@ -170,6 +183,128 @@ MUTANTS = {
     "the target's logit is one rank's alone": ("tp_sp.c", "m->grid.tp, sum, 2 * N,", "m->grid.tp, sum, N,", RANKS),
     "each slice counts its tokens from zero": (
         "tp_sp.c", "first = (int32_t)wte->row;", "first = (int32_t)(0 * wte->row);", RANKS),
+    # pipeline parallelism: schedules
+    "1f1b takes one more F ahead": (
+        "pp_1f1b.c", "long ahead = smaller(p - 1 - r, m);", "long ahead = smaller(p - r, m);", SCHEDULES),
+    "zb-h1's last W are forgotten": ("pp_1f1b.c", "if (defers_w) put_n(w, smaller(r, m), PASS_W, 0);", "", SCHEDULES),
+    "interleaved takes too few F ahead": (
+        "pp_1f1b.c", "smaller(2 * (p - r - 1) + (v - 1) * p, all)", "smaller((p - r - 1) + (v - 1) * p, all)", SCHEDULES),
+    "interleaved changes chunks after each micro-batch": (
+        "pp_1f1b.c", "put(w, PASS_F, (int)(k / p % v));", "put(w, PASS_F, (int)(k % v));", SCHEDULES),
+    "zbv takes one more F ahead": (
+        "pp_1f1b.c", "put_n(w, 2 * p - 2 * r - 1, PASS_F, 0);", "put_n(w, 2 * p - 2 * r, PASS_F, 0);", SCHEDULES),
+    "zbv does not put W off": (
+        "pp_1f1b.c", "put(w, PASS_I, 0), put(w, PASS_I, 1);", "put_i_and_w(w, 0), put(w, PASS_I, 1);", SCHEDULES),
+    "zbv accepts too few micro-batches": ("pp_1f1b.c", "return m >= 2 * p - 1;", "return m >= 2 * p - 2;", SCHEDULES),
+    "a rank is without its last unit": (
+        "pp_1f1b.c", ".last_unit = (int)end + (s == n - 1),", ".last_unit = (int)end,", SCHEDULES),
+    "two stages have one block": (
+        "pp_1f1b.c", "s == 0 ? 0 : (int)first + 1,", "s == 0 ? 0 : (int)first,", SCHEDULES),
+    "zbv's way back starts at rank 0": (
+        "pp_1f1b.c", "return chunk == 0 ? rank : 2 * p - 1 - rank;", "return chunk == 0 ? rank : p + rank;", SCHEDULES),
+    "played, I waits for nobody": ("pp_1f1b.c", "if (stage == last || own < 0) return own;", "return own;", SCHEDULES),
+    "played, a rank does two things at a time": (
+        "pp_1f1b.c", "free = next[r] ? a[-1].end : 0;", "free = next[r] ? a[-1].start : 0;", SCHEDULES),
+    "played, B costs no W": ("pp_1f1b.c", "costs.w, costs.i + costs.w};", "costs.w, costs.i};", SCHEDULES),
+    "the plan ends with rank 0": (
+        "pp_1f1b.c", "plan->end = fmax(plan->end, a->end);", "if (r == 0) plan->end = fmax(plan->end, a->end);", SCHEDULES),
+    "slots are never given back": ("pp_1f1b.c", "if (done) give_back(&slots, who);", ";", SCHEDULES),
+    "heads are kept until W": (
+        "pp_1f1b.c", "if (head && (backward || forward_only)) give_back", "if (head && done) give_back", SCHEDULES),
+    "a place is given to two": (
+        "pp_1f1b.c", "p->n ? p->returned[--p->n] : p->most++;", "p->n ? p->returned[p->n - 1] : p->most++;", SCHEDULES),
+    "W comes before its I": (
+        "pp_1f1b.c", "        put(w, defers_w ? PASS_I : PASS_B, 0);\n        if (defers_w && j >= r) put(w, PASS_W, 0);",
+        "        if (defers_w && j >= r) put(w, PASS_W, 0);\n        put(w, defers_w ? PASS_I : PASS_B, 0);", SCHEDULES),
+    "a W is of the micro-batch behind": (
+        "pp_1f1b.c", ".micro = w->next[pass][chunk]++}", ".micro = w->next[pass][chunk]++ + (pass == PASS_W)}", SCHEDULES),
+    # ... messages
+    "a receive takes a buffer that is not read yet": (
+        "pp_1f1b.c", "k == e->read + e->n) break;", "k == e->read + e->n + 1) break;", f"{PIPE}[afab-2]"),
+    "a message leaves before it is written": ("pp_1f1b.c", "k == e->written :", "k == e->written + 1 :", f"{PIPE}[1f1b-1]"),
+    "a message leaves from one place, and is written to another": (
+        "pp_1f1b.c", "floatX *buffer = e->buffer[k % e->n];", "floatX *buffer = e->buffer[(k + 1) % e->n];",
+        f"{PIPE}[1f1b-1]"),
+    "each end starts first what it sends": (
+        "pp_1f1b.c", "    qsort(list, (size_t)*n, sizeof *list, in_order);\n",
+        "    qsort(list, (size_t)*n, sizeof *list, in_order);\n    for (Message *x = list + 1, y; x < list + *n; x++)\n"
+        "        if (x->leaves == x[-1].leaves && pp_rank_of(c, x->from) == rank) y = *x, *x = x[-1], x[-1] = y;\n",
+        f"{PIPE}[1f1b-1]"),
+    "messages start in the order of ranks": (
+        "pp_1f1b.c", "    qsort(list, (size_t)*n, sizeof *list, in_order);\n", "    (void)in_order;\n", NO_BIT),
+    "orders of messages are not compared": (
+        "pp_1f1b.c", "if (!pipe->checked) check_talks(m);", "", "tests/test_faults.py::test_ranks_with_different_flags"),
+    "compute waits for its last message": (
+        "pp_1f1b.c", "to = pp_rank_of(&m->config, l.to), n = 2;", "to = pp_rank_of(&m->config, l.to), n = 1;", STAGES),
+    # ... a tied embedding at both ends
+    "a tied embedding's ends each have a gradient": ("train_gpt2.cu", "    pp_sum_gradients(m);\n", "", f"{PIPE}[1f1b-1]"),
+    "a tied embedding's gradient is summed twice": (
+        "train_gpt2.cu", "    pp_sum_gradients(m);\n", "    pp_sum_gradients(m);\n    pp_sum_gradients(m);\n",
+        f"{PIPE}[1f1b-1]"),
+    "the norm counts a tied embedding's copy": (
+        "train_gpt2.cu", "p->here = true, p->counted = false;", "p->here = true;", f"{PIPE}[1f1b-1]"),
+    "a tied embedding's copy is never closed": (
+        "dp_zero.c", "    if (m->bucket[tied].chunk < 0)\n        end_bucket(m, tied, pass, added);",
+        "    if (m->bucket[tied].chunk < 0)\n        ;", f"{PIPE}[1f1b-1]"),
+    "the head does not open a tied embedding's gradient": (
+        "dp_zero.c", "    if (tied >= 0) open_gradient(m, tied);\n", "", f"{PIPE}[1f1b-1]"),
+    # ... a rank's list
+    "all micro-batches keep what F keeps in one place": (
+        "train_gpt2.cu", "m->acts[a->slot * m->blocks + i]", "m->acts[0 * a->slot + i]", NO_BIT),
+    "all that wait for W have one place": (
+        "train_gpt2.cu", "OutputGrads d = m->dout[a->dout * m->blocks + i];", "OutputGrads d = m->dout[i];", NO_BIT),
+    "all heads have one place": (
+        "train_gpt2.cu", "head_forward(m, m->head[a->head], dloss);", "head_forward(m, m->head[0], dloss);", NO_BIT),
+    "a chunk begins with the first one's blocks": (
+        "train_gpt2.cu", "long i = unit - 1 - k->first_block;", "long i = unit - 1 - m->chunk[0].first_block;", NO_BIT),
+    "a block writes over its own input": (
+        "train_gpt2.cu", "activations(m, a, i + 1).x : m->head", "activations(m, a, i).x : m->head", GRADIENTS),
+    "what waits for W is computed again where F is": (
+        "train_gpt2.cu", "own ? 1 + a->dout * m->blocks + i : 0", "0 * own",
+        f"{ALL_ELSE}[zbv-2-2-fp32-{{'--comm': 'mpi', '--recompute': 'full'}}]"),
+    "blocks that wait for W are computed again in one place": (
+        "train_gpt2.cu", "own ? 1 + a->dout * m->blocks + i : 0", "own ? 1 + a->dout * m->blocks : 0",
+        f"{ALL_ELSE}[zbv-2-2-fp32-{{'--comm': 'mpi', '--recompute': 'full'}}]"),
+    "the embedding's I has another micro-batch's tokens": (
+        "train_gpt2.cu", "(first && a->pass != PASS_W)", "(first && a->pass == PASS_F)", NO_BIT),
+    "a step begins with the last one's tokens": ("train_gpt2.cu", "    m->loaded = -1;\n", "", TEN_STEPS),
+    "sums of norms' gradients are not cleared": (
+        "train_gpt2.cu", "    device_zero(d.norms, 4 * s.C * sizeof(floatX));\n", "", TEN_STEPS),
+    "norms' gradients are left where I summed them": (
+        "train_gpt2.cu", "    residual_forward(dw->norm1_weight, dw->norm1_weight, dnorm1, s.C);\n", "", GRADIENTS),
+    "what W gathers takes one place": (
+        "train_gpt2.cu", "tp_enter(m, d.down, 0), tp_enter(m, a.h2, 1));",
+        "tp_enter(m, d.down, 0), tp_enter(m, a.h2, 0));",
+        f"{PROGRAM}::test_pipelines[['--tp', 2]-zb-h1-llama-nccl-1]"),
+    "ends that are no matrix wait for W": (
+        "dp_zero.c", "pass == (block ? PASS_W : PASS_I);", "pass == (block ? PASS_W : PASS_W);", NO_BIT),
+    "a head ahead sums in bf16": (
+        "dp_zero.c", "bank_gradient(&m->bucket[tied]); //", "(void)0; //", "tests/test_law.py::test_a_head_ahead_sums_in_fp32"),
+    "a head with blocks whose W comes later": (
+        "dp_zero.c", " && !(head && pp_defers_w(&m->config));", " && (head || true);", f"{STAGES}[{LARGE_ZB}]"),
+    "chunks share a bucket": (
+        "dp_zero.c", "m->chunk_of[unit] == m->chunk_of[unit - 1] &&", "m->chunk_of[unit - 1] >= 0 &&", f"{STAGES}[{LARGE_ZBV}]"),
+    "the next chunk's weights come with the last block's": (
+        "dp_zero.c", "next < m->n_buckets && m->bucket[next].chunk == m->bucket[i].chunk;", "next < m->n_buckets;",
+        f"{STAGES}[{LARGE_ZBV}]"),
+    # ... what is alive
+    "what a chunk hands on stays alive": (
+        "train_gpt2.cu", "first ? 0 : x};", "first ? x : x};", STAGES),
+    "what a chunk is handed is not alive": (
+        "train_gpt2.cu", "if (receives) ledger_live(MEM_DOUT, (ptrdiff_t)live_bytes(m, k->last_unit).dy);", "", STAGES),
+    "an evaluation's activations stay alive": (
+        "train_gpt2.cu", "if (plan->forward_only) forget_activations();", "", STAGES),
+    # ... and an evaluation
+    "the last micro-batch of an evaluation is left out": (
+        "train_gpt2.cu", "((long)n + at_once - 1) / at_once", "((long)n) / at_once",
+        "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
+    "ranks evaluate the same windows": (
+        "train_gpt2.cu", "uint64_t w = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank)",
+        "uint64_t w = ((uint64_t)micro * (uint64_t)dp->size)", "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
+    "every tp rank counts the loss of an evaluation": (
+        "train_gpt2.cu", "m->grid.tp->rank == 0 ? mine : 0", "mine", SAMPLE),
+    "interleaved has as many micro-batches as it likes": (
+        "pp_1f1b.c", "put_n(w, smaller(p, m - j), PASS_F, k);", "put_n(w, p, PASS_F, k);", SCHEDULES),
     # checkpoints and data
     "slices of columns lie side by side": ("state.c", ".stride = p->cols,", ".stride = p->slice_cols,", RESHARD),
     "a shard begins with a row of the slice": ("state.c", "rest = width - i % width;", "rest = width;", RESHARD),
@@ -196,6 +331,18 @@ MUTANTS = {
     "whoever fails speaks": (
         "runtime/fail.c", "fail_spoken && atomic_exchange(fail_spoken, 1)", "fail_spoken && 0",
         "tests/test_cases.py::test_one_speaks_where_the_end_is_slow"),
+    # who waits for whom
+    "who waits for the slow is impatient": (
+        "runtime/watchdog.c", "patience = seconds_now() + grace;", "patience = 0;",
+        "tests/test_comm.py::test_a_slow_pipeline_is_not_stuck"),
+    "numbers of messages contradict each other": (
+        "runtime/watchdog.c", "bool channel = g->last.op == OP_SEND || h->last.op == OP_SEND;", "bool channel = false;",
+        "tests/test_comm.py::test_who_waits_in_a_circle"),
+    "those for whom others wait, in turn, may do what they like": (
+        "runtime/watchdog.c", "    follow(wants, chain);\n", "", "tests/test_comm.py::test_a_slow_pipeline_is_not_stuck"),
+    "who waits for a circle is in it": (
+        "runtime/watchdog.c", "if (v == IN_A_CIRCLE) close_circle(wants, blamed);", "",
+        "tests/test_comm.py::test_who_waits_in_a_circle"),
     # the ring
     "the ring stops a hop early": (
         "runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
@@ -214,8 +361,8 @@ MUTANTS = {
     "what libraries take is not entered": (
         "train_gpt2.cu", "if (step == first_step + 1) enter_rest(world, MEM_LIBRARIES);", "", f"{PROGRAM}::test_memory"),
     "a resumed run's moments are not counted": (
-        "train_gpt2.cu", "if (c->resume) c->lazy_optimizer = false;", "", f"{PROGRAM}::test_a_resumed_run_is_not_lazy"),
-    "heads of any width": ("train_gpt2.cu", "ATTENTION_FLASH || D <= most) return;", "ATTENTION_FLASH || most) return;",
+        "config.c", "if (c->resume) c->lazy_optimizer = false;", "", f"{PROGRAM}::test_a_resumed_run_is_not_lazy"),
+    "heads of any width": ("config.c", "ATTENTION_FLASH || D <= most) return;", "ATTENTION_FLASH || most) return;",
         f"{PROGRAM}::test_refused[wide heads]"),
     "out of memory without the table": (
         "report.c", "memory_table(watched_prediction, &ledger));", '"");',
@@ -265,6 +412,9 @@ MUTANTS = {
         "kernels/adamw.cu", "float decay = bounds % 2 ?", "float decay = bounds % 2 > 1 ?", "tests/test_cuda_adamw.py"),
     # the emulator
     "races are not looked for": ("dev/emu/check.cpp", "if (watch_races) check_race", "if (!watch_races) check_race", CHECK),
+    "two that send to each other fit": (
+        "dev/emu/nccl.cpp", "return is_message(b.op) && a.op != b.op;", "return is_message(b.op);",
+        "tests/test_emu_nccl.py::test_calls_that_do_not_match[two sends]"),
     "a reader does not race": ("dev/emu/check.cpp", "if (!in_order(reader[k])) race(", "if (in_order(reader[k]) && 0) race(", CHECK),
 }  # fmt: skip
 
@@ -274,10 +424,11 @@ MUTANTS = {
 # others first; the first number of DEVICE's).
 WAITING = ("comm_wait", "ring_wait", "ring_finish", "cudaEventRecord", "cudaStreamWaitEvent", "cuda_wait", "device_synchronize")
 WAITING = re.compile(rf"(cuda_check\()?\b({'|'.join(WAITING)})\((\))?|\b(arrived)\((\w+)\)")
-SAMPLE = "tests/test_resume.py::test_the_same_weights_whoever_holds_them"
 BITS = f"{PROGRAM}::test_the_order_of_streams_changes_no_bit"
 BITS_DP = f"{BITS}[dp=2,zero=2,comm=nccl,accum=2]"
 BITS_SP = f"{BITS}[tp=2,sp=True,comm=nccl,arch=llama,kv_heads=1]"
+STREAMS = f"{PROGRAM}::test_pipelines"
+OF_W = f"{STREAMS}[['--tp', 2]-zb-h1-llama-nccl-1]"
 SOUND, CHECKPOINT = "tests/test_run.py::test_sound_replicas", "tests/test_checkpoint.py::test_in_c[3]"
 TRACE, EARLY = "tests/test_trace.py::test_what_is_written[3-plain]", "tests/test_comm.py::test_an_early_rank_is_watched_over[2]"
 WAITS = {
@@ -285,6 +436,14 @@ WAITS = {
     "dp_zero.c": {
         "comm_wait(b->reduce);": BITS_DP,
         "comm_wait(m->bucket[i].gather);": BITS_DP,
+        "comm_wait(m->bucket[tied].gather);": f"{STREAMS}[['--zero', 3]-1f1b-gpt2-nccl-1]",
+    },
+    "pp_1f1b.c": {
+        "comm_wait(comm_host_all_gather(m->grid.pp, hash,": "tests/test_cases.py::test_fewer_micro_batches_than_stages",
+        "comm_wait(e->work[e->read % e->n]);": f"{PIPE}[1f1b-1]",
+        "comm_wait(e->work[e->written % e->n]);": f"{PIPE}[1f1b-1]",
+        "comm_wait(b->reduce);": f"{STREAMS}[['--zero', 1]-1f1b-gpt2-nccl-1]",
+        "comm_wait(comm_all_reduce(m->grid.tied,": f"{PIPE}[1f1b-1]",
     },
     "state.c": {
         "comm_wait(b->gather);": SOUND,
@@ -299,20 +458,22 @@ WAITS = {
     },
     "train_gpt2.cu": {
         "    comm_wait(r.work);": BITS_SP,
-        "a->qkv, arrived(h),": BITS_SP,
-        "a->x_mid, a->x, arrived(sum),": BITS_SP,
-        "a->up, arrived(h),": BITS_SP,
-        "a->x_mid, arrived(sum),": BITS_SP,
-        "m->dout[l & 1].up, arrived(h),": BITS_SP,
-        "m->dout[l & 1].qkv, arrived(h),": BITS_SP,
+        "a.qkv, arrived(h),": BITS_SP,
+        "a.x_mid, a.x, arrived(sum),": BITS_SP,
+        "a.up, arrived(h),": BITS_SP,
+        "a.x_mid, arrived(sum),": BITS_SP,
+        "(m, dw->down_weight, arrived(dy),": OF_W,
+        "(m, dw->out_weight, arrived(dy),": OF_W,
+        "d.up, arrived(h),": BITS_SP,
+        "d.qkv, arrived(h),": BITS_SP,
         "(m, dact, arrived(dy),": BITS_SP,
-        "dw->norm2_bias, arrived(sum),": BITS_SP,
+        "dnorm2 + s.C, arrived(sum),": BITS_SP,
         "(m, dh, arrived(dy),": BITS_SP,
-        "dw->norm1_bias, arrived(sum),": BITS_SP,
-        "m->acts[0].x, arrived(sum),": BITS_SP,
+        "dnorm1 + s.C, arrived(sum),": BITS_SP,
+        "device_copy(y, arrived(sum),": BITS_SP,
         "m->d_ends.wpe, arrived(dx),": BITS_SP,
-        "m->logits, arrived(h), m->ends": BITS_SP,
-        "m->logits, arrived(h), s.N": BITS_SP,
+        "a.logits, arrived(h), m->ends": BITS_SP,
+        "a.logits, arrived(h), s.N": BITS_SP,
         "m->d_ends.norm_bias, arrived(sum),": BITS_SP,
         "comm_wait(comm_host_all_reduce(m->grid.world, sums,": RANKS,
         "comm_wait(comm_host_all_gather(m->grid.tp, logits,": SAMPLE,
@@ -392,7 +553,7 @@ for file, waits in WAITS.items():
 
 def test_every_wait_is_a_mutant():
     missing = []
-    strategies = [ROOT / file for file in ("train.h", "dp_zero.c", "tp_sp.c", "state.c", "train_gpt2.cu")]
+    strategies = [ROOT / file for file in ("train.h", "dp_zero.c", "tp_sp.c", "pp_1f1b.c", "state.c", "train_gpt2.cu")]
     for path in [*strategies, *sorted((ROOT / "runtime").glob("*.c"))]:
         file, text = str(path.relative_to(ROOT)), path.read_text()
         known = [*WAITS.get(file, ()), *(t for f, t in UNNOTICED if f == file)]

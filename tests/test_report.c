@@ -1,10 +1,12 @@
-// The table of ZeRO's paper and of the playbook: model state of a rank by stage, 16 bytes a parameter in mixed precision.
+// The table of ZeRO's paper and of the playbook: model state of a rank by stage, 16 bytes a parameter in mixed precision. And
+// what a schedule's simulation gives: what the formulas say.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
 #include <math.h>
+#include <cjson/cJSON.h>
 #include "../report.h"
 
 static void assert_near(double a, double b) {
@@ -39,8 +41,53 @@ static void stages_on_eight_ranks(void **state) {
         assert_near(total(7e9, 8, stage, false) * 1e-9, (sizeof(floatX) == 2 ? mixed : fp32)[stage]);
 }
 
+static double number(const cJSON *o, const char *name) {
+    return cJSON_GetObjectItemCaseSensitive(o, name)->valuedouble;
+}
+
+static double of_rank(const cJSON *o, const char *name, int r) {
+    return cJSON_GetArrayItem(cJSON_GetObjectItemCaseSensitive(o, name), r)->valuedouble;
+}
+
+// p ranks, m micro-batches, v chunks: --dry-run's numbers, beside the formulas that stand next to them, and these once more.
+static void assert_schedule(Schedule schedule, long p, long m, long v) {
+    Config c = {.pp = p, .virtual_stages = v, .schedule = schedule};
+    Plan *plan = pp_plan(&c, m, false, UNIT_COSTS);
+    cJSON *o = report_schedule_json(plan), *formula = cJSON_GetObjectItemCaseSensitive(o, "formula");
+    bool split = schedule == SCHEDULE_ZB_H1 || schedule == SCHEDULE_ZBV;
+    double pd = (double)p, work = 3 * (double)(m * v), bubble = split ? pd - 1 : 3 * (pd - 1);
+    assert_true(number(o, "bubble") == bubble && number(formula, "bubble") == bubble);
+    assert_near(number(o, "idle_fraction"), bubble / (bubble + work));
+    assert_near(number(o, "bubble_overhead"), bubble / work);
+    if (!split) assert_near(number(o, "idle_fraction"), (pd - 1) / (double)(v * m + p - 1));
+    if (!split) assert_near(number(o, "bubble_overhead"), (pd - 1) / (double)(v * m));
+    for (int r = 0; r < p; r++) {
+        long ahead = 2 * (p - r - 1) + (v - 1) * p + 1;
+        const long most[] = {m, p - r < m ? p - r : m, ahead < m * v ? ahead : m * v, p, 2 * p};
+        assert_true(of_rank(o, "in_flight", r) == (double)most[schedule]);
+        assert_true(of_rank(formula, "in_flight", r) == (double)most[schedule]);
+        if (!split) assert_true(of_rank(o, "pending_w", r) == 0);
+        if (schedule == SCHEDULE_ZB_H1) assert_true(of_rank(o, "pending_w", r) == r + 1);
+    }
+    cJSON_Delete(o);
+    pp_free(plan);
+}
+
+static void schedules_are_as_the_formulas_say(void **state) {
+    (void)state;
+    for (long p = 2; p <= 16; p++)
+        for (long m = 1; m <= 64; m++) {
+            assert_schedule(SCHEDULE_AFAB, p, m, 1);
+            assert_schedule(SCHEDULE_1F1B, p, m, 1);
+            if (m >= p) assert_schedule(SCHEDULE_ZB_H1, p, m, 1);
+            if (m >= 2 * p - 1) assert_schedule(SCHEDULE_ZBV, p, m, 2);
+            for (long v = 2; v <= 8 && m % p == 0; v++) assert_schedule(SCHEDULE_INTERLEAVED, p, m, v);
+        }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(the_playbooks_table),
-                                       cmocka_unit_test(stages_on_eight_ranks)};
+                                       cmocka_unit_test(stages_on_eight_ranks),
+                                       cmocka_unit_test(schedules_are_as_the_formulas_say)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

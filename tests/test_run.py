@@ -266,6 +266,105 @@ def test_dry_run_in_words(train, text):
     assert f"{grid}, 8 sequences of 32 tokens a micro-batch, accumulation 2: 8192 tokens a step" in r.stdout
 
 
+PIPELINE = [*"--model llama-tiny --ranks 8 --pp 4 --layers 8 --accum".split()]
+
+
+def test_picture_of_a_schedule():
+    """The pictures at the top of pp_1f1b.c, as --dry-run draws them."""
+    head = (ROOT / "pp_1f1b.c").read_text()
+    rows = re.findall(r"^//     (\d)   (.{22})(?: +\d   (.*))?$", head, re.M)
+    assert len(rows) == 4
+    for column, schedule in enumerate(("afab", "1f1b"), 1):
+        out = run_program(build(), [*PIPELINE, 4, "--schedule", schedule, "--dry-run"]).stdout
+        drawn = dict(re.findall(r"^  rank (\d)   ([\d.b]+)$", out, re.M))
+        for row in rows:
+            assert drawn[row[0]].replace(".", " ").rstrip() == row[column].rstrip(), f"{schedule}\n{out}"
+        assert "simulated     9 units: idle fraction 42.86 % of the time, overhead 75.00 % of the work" in out, out
+    assert re.search(r"in flight, by rank:  simulated 4 3 2 1\n +formula   4 3 2 1\n", out), out
+
+
+@pytest.mark.parametrize("schedule, m", [("1f1b", 12), ("interleaved", 12), ("zb-h1", 12), ("zbv", 12), ("afab", 60)])
+def test_every_action_is_in_the_picture(schedule, m):
+    """Each micro-batch's F, and I and W or B, once a chunk and rank, and as many dots as the bubble has units; what does not
+    fit a line is counted."""
+    out = run_program(build(), [*PIPELINE, m, "--schedule", schedule, "--dry-run"]).stdout
+    chunks, width = (2 if schedule in ("interleaved", "zbv") else 1), (2 if schedule in ("zb-h1", "zbv") else 1)
+    idle = int(re.search(r"simulated +(\d+) units", out)[1])
+    rows = re.findall(r"^  rank (\d)   (.*?)(?: … (\d+) more)?$", out.split("pipeline  ")[0], re.M)
+    of_chunk = re.findall(r"^    chunk  (.*)$", out, re.M)
+    assert [row[0] for row in rows] == list("0123") and len(of_chunk) == (4 if chunks == 2 else 0)
+    for i, (_, line, more) in enumerate(rows):
+        assert len(line) // width + int(more or 0) == 3 * m * chunks + idle, out
+        if more:
+            assert len(line) == 104, out
+            continue
+        assert line.count(".") == idle * width, out
+        passes = list(re.finditer(r"[biw]\d|\d", line))
+        drawn = sorted(f"{a[0]} {of_chunk[i][a.end() - 1] if of_chunk else 0}" for a in passes)
+        want = [f"{letter}{k % 10} {c}" for letter in (["", "i", "w"] if width == 2 else ["", "b"])
+                for k in range(m) for c in range(chunks)]  # fmt: skip
+        assert drawn == sorted(want), out
+
+
+def test_dry_run_of_a_pipeline():
+    """Every place of it, and more of the one that needs the most memory."""
+    run = [*PIPELINE, 4, "--tie", "--zero", 1, "--dry-run"]
+    out, said = run_program(build(), run).stdout, json.loads(run_program(build(), [*run, "--json"]).stdout)
+    holds = dict(re.findall(r"^  rank (\d)  .* {3}(\S.*)$", out, re.M))
+    want = ["embedding, blocks 0-1", "blocks 2-3", "blocks 4-5", "blocks 6-7, head and a copy of the embedding"]
+    assert list(holds.items()) == [(str(r), text) for r, text in enumerate(want)], out
+    assert "8 ranks = pp 4 × dp 2 × tp 1, " in out
+    peaks = [s["memory"]["peak"] for s in said["stages"]]
+    largest = peaks.index(max(peaks))
+    assert said["pp_rank"] == largest and said["memory"] == said["stages"][largest]["memory"]
+    assert f"of pipeline rank {largest}, which needs the most memory:" in out
+    assert [s["layers"] for s in said["stages"]] == [2] * 4
+    tied = 256 * 128  # the last stage has a copy
+    assert sum(s["params"] for s in said["stages"]) == said["params"] + tied
+    assert said["schedule"]["in_flight"] == [4, 3, 2, 1] and said["schedule"]["pending_w"] == [0] * 4
+    for r, s in enumerate(said["stages"]):
+        message = 4 * 4 * 8 * 64 * 128  # 4 micro-batches of [8 · 64, 128] of fp32
+        assert s["sent_over_pp"] == (2 * message if r in (1, 2) else message + tied * 4 / 2), r
+
+
+def test_explain_of_a_pipeline(text):
+    run = ["--model", "llama-tiny", "--data", text, "--ranks", 8, "--pp", 2, "--layers", 8, "--tp", 2, "--tie", "--accum", 2]
+    out = run_program(build(), [*run, "--explain"]).stdout
+    grid = out.split("grid: 8 ranks = pp 2 × dp 2 × tp 2\n")[1].split("\n\n")[0]
+    want = ["pipeline rank 0: embedding, blocks 0-3", "ranks 0 to 1:", "ranks 2 to 3:",
+            "pipeline rank 1: blocks 4-7, head and a copy of the embedding", "ranks 4 to 5:", "ranks 6 to 7:"]  # fmt: skip
+    assert re.findall(r"^(?:  )?(pipeline rank .*|ranks .*?:)", grid, re.M) == want, out
+    messages = re.findall(r"^    (to  |from) pipeline rank (\d): of ([FB]), micro-batch (\d), stage (\d) to stage (\d)$", out, re.M)
+    assert messages == [("to  ", "1", "F", "0", "0", "1"), ("to  ", "1", "F", "1", "0", "1"),
+                        ("from", "1", "B", "0", "1", "0"), ("from", "1", "B", "1", "1", "0")], out  # fmt: skip
+    assert "each [512, 128] of fp32, 262144 bytes" in out
+    assert f"over pipeline ranks 0 and 1 of {256 * 128 // 2 * 4} bytes of the tied embedding's gradient\n" in out, out
+    run = ["--layers", 8, "--ranks", 8, "--pp", 2, "--schedule", "zbv", "--accum", 4, "--zero", 3, "--data", text]
+    out = run_program(build(), [*run, "--explain"]).stdout
+    assert "pipeline rank 0: stage 0: embedding, blocks 0-1; stage 3: blocks 6-7, head\n" in out
+    assert "tied embedding's gradient" not in out
+    assert "(4 + 0) · 3 pieces of" in out, f"gathers of the head\n{out}"
+
+
+def test_counters_of_a_pipeline(train, text):
+    """Channels are as many as stages need, and differ from rank to rank: they count as their group's messages."""
+    r = train("--model", "llama-tiny", "--layers", 6, "--pp", 3, "--schedule", "interleaved", "--data", text, "--steps", 2,
+              "--accum", 3, "--eval-every", 9, "--tie", ranks=3)  # fmt: skip
+    start, end = r.one("start"), r.one("end")
+    assert (start["pp"], start["virtual_stages"], start["schedule"], start["dp"]) == (3, 2, "interleaved", 1)
+    assert "3 ranks (pp 3 × dp 1 × tp 1, interleaved) of " in r.stdout, r.stdout
+    calls = {row["rank"]: row["calls"] for row in end["comm"] if (row["group"], row["op"]) == ("pp", "send")}
+    assert {row["group"] for row in end["comm"]} <= {"world", "pp", "tied"}
+    # Stages 0 … 5 on ranks 0 1 2 0 1 2: five pairs of neighbours, on both sides of each F and B; and F alone to evaluate.
+    micro, n_eval = 2 * 3, calls[0] // 3 - 2 * 2 * 3
+    assert [calls[r] for r in range(3)] == [3 * (2 * micro + n_eval), 4 * (2 * micro + n_eval), 3 * (2 * micro + n_eval)]
+    tied = {row["rank"] for row in end["comm"] if row["group"] == "tied"}
+    assert tied == {0, 2}
+    for row in end["memory"]:
+        assert row["predicted"] == {key: row[key] for key in row["predicted"]}, row
+    assert re.findall(r"^  total, pipeline (\d) +(\S+) +\2$", r.stdout, re.M)[-1][0] == "2", r.stdout
+
+
 # ---- the log -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_log(ranks, text, tmp_path):

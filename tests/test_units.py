@@ -1,15 +1,16 @@
-"""The C unit tests of kernels, data and formulas (cmocka), in every build that they can tell apart."""
+"""The C unit tests of kernels, data, formulas and schedules (cmocka), in every build that they can tell apart."""
 import subprocess
 
 import pytest
 
 from conftest import ROOT, environment
 
+NAMES = ["test_kernels", "test_matmul", "test_attention", "test_data", "test_report", "test_schedule"]
 BUILDS = {"fp32": [], "bf16": ["PRECISION=bf16"], "sanitized": ["SANITIZE=address,undefined"]}
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("name", ["test_kernels", "test_matmul", "test_attention", "test_data", "test_report"])
+@pytest.mark.parametrize("name", NAMES)
 def test_units(name, build):
     precision = "bf16" if build == "bf16" else "fp32"
     program = f"build/cpu-{precision}{'-sanitized' if build == 'sanitized' else ''}/tests/{name}"
