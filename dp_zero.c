@@ -316,8 +316,8 @@ static void close_gradient(Model *m, int i) {
                                                  : comm_reduce_scatter(m->grid.dp, own, whole, b->count, type));
 }
 
-// Which weights a pass of a unit reads, to which gradients it adds: W's are products of activations alone, and the embedding has
-// no I. What those two ends add, they add in I.
+// Does a pass of a unit read its weights, and add to its gradients? W's products are of activations alone; the embedding's own
+// backward reads no weights; and the two ends, embedding and head, do all of theirs in I.
 static bool reads_weights(int unit, Pass pass) {
     return pass == PASS_F || (pass != PASS_W && unit > 0);
 }
@@ -361,7 +361,8 @@ void dp_end(Model *m, int unit, Pass pass) {
     if (m->bucket[tied].chunk < 0)
         end_bucket(m, tied, pass, added);
     else if (m->bucket[tied].chunk != m->chunk_of[unit])
-        bank_gradient(&m->bucket[tied]); // the embedding is to come, but other micro-batches' heads may come before it
+        bank_gradient(
+            &m->bucket[tied]); // the embedding is to come, but other micro-batches' heads may come before it
 }
 
 // ---- the step --------------------------------------------------------------------------------------------------------

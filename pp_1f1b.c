@@ -370,11 +370,11 @@ typedef struct {
     int id;     // the link's
     int peer;   // the other rank of the pipeline
     bool sends;
+    int n;
     floatX **buffer; // [n], by turns
     Work *work;      // [n], the last message of each
-    int n;
-    long written, read,
-        started; // messages of this plan that have come into a buffer by compute, out of it, and left or are posted
+    // Messages of this plan: written into a buffer, copied out of one, and under way (a send has left, a receive is posted).
+    long written, read, started;
 } End;
 
 // All that passes between this rank and one other, in the order in which both start it.
@@ -385,11 +385,11 @@ typedef struct {
 
 enum { OUT, IN };
 struct Pipeline {
-    Comm **channel;              // [links]; NULL: not this rank's
-    End all[4 * MOST_CHUNKS];    // this rank's ends, each once,
-    End *end[MOST_CHUNKS][2][2]; // and by chunk, pass (F, I), and direction; NULL: there is no such stage
+    Comm **channel;           // [links]; NULL: not this rank's
+    End all[4 * MOST_CHUNKS]; // [n] this rank's ends, each once,
     int n;
-    Talk *talk; // [pp] by the other rank, of the plan that runs
+    End *end[MOST_CHUNKS][2][2]; // and by chunk, pass (F, I), and direction; NULL: there is no such stage
+    Talk *talk;                  // [pp] by the other rank, of the plan that runs
     bool checked;
 };
 
@@ -447,20 +447,20 @@ static size_t message_items(const Model *m) {
 static void add_end(Model *m, int id, Link l, const Plan *evaluation) {
     struct Pipeline *pipe = m->pipeline;
     int from = pp_rank_of(&m->config, l.from), to = pp_rank_of(&m->config, l.to), n = 2;
-    bool here = from == m->pp_rank;
+    bool sends = from == m->pp_rank;
     if (to == m->pp_rank) {
         n = most_waiting(m->plan, l);
         int then = evaluation && l.pass == PASS_F ? most_waiting(evaluation, l) : 0;
         if (then > n) n = then;
     }
     End *e = &pipe->all[pipe->n++];
-    *e = (End){.comm = pipe->channel[id], .id = id, .peer = here ? to : from, .sends = here, .n = n};
+    *e = (End){.comm = pipe->channel[id], .id = id, .peer = sends ? to : from, .sends = sends, .n = n};
     e->buffer = host_alloc((size_t)n, sizeof *e->buffer);
     e->work = host_alloc((size_t)n, sizeof *e->work);
     for (int i = 0; i < n; i++)
         e->buffer[i] = device_alloc(MEM_COMMUNICATION, message_items(m) * sizeof(floatX));
     ledger_live(MEM_COMMUNICATION, (ptrdiff_t)((size_t)n * message_items(m) * sizeof(floatX)));
-    if (here) pipe->end[chunk_of(&m->config, l.from)][id % 2][OUT] = e;
+    if (sends) pipe->end[chunk_of(&m->config, l.from)][id % 2][OUT] = e;
     if (to == m->pp_rank) pipe->end[chunk_of(&m->config, l.to)][id % 2][IN] = e;
 }
 
@@ -563,8 +563,8 @@ void pp_receive(Model *m, int chunk, Pass pass, floatX *x) {
 
 floatX *pp_buffer(Model *m, int chunk, Pass pass) {
     End *e = end_of(m, chunk, pass, OUT);
-    assert(!e->comm || e->written - e->started < e->n); // what was there before has left
-    comm_wait(e->work[e->written % e->n]); // the message that left from there before
+    assert(!e->comm || e->written - e->started < e->n); // what was there before is under way
+    comm_wait(e->work[e->written % e->n]);              // the message that left from there before
     return e->buffer[e->written % e->n];
 }
 
