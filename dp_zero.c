@@ -358,11 +358,11 @@ void dp_end(Model *m, int unit, Pass pass) {
     if (pass == PASS_F) return;
     if (unit == m->bucket[i].first_unit) end_bucket(m, i, pass, added);
     if (tied < 0) return;
-    if (m->bucket[tied].chunk < 0)
+    Bucket *b = &m->bucket[tied];
+    if (b->chunk < 0)
         end_bucket(m, tied, pass, added);
-    else if (m->bucket[tied].chunk != m->chunk_of[unit])
-        bank_gradient(
-            &m->bucket[tied]); // the embedding is to come, but other micro-batches' heads may come before it
+    else if (b->chunk != m->chunk_of[unit])
+        bank_gradient(b); // the embedding is to come, but other micro-batches' heads may come before it
 }
 
 // ---- the step --------------------------------------------------------------------------------------------------------
