@@ -57,9 +57,9 @@ typedef struct {
 } CommCount;
 
 typedef struct Comm {
-    const char *name; // "world", "dp": how counters, traces and error messages call it
-    int rank, size;   // mine, and how many
-    int first;        // the world rank of its rank 0: tells groups of the same name apart
+    const char *name;    // "world", "dp": how counters, traces and error messages call it
+    int rank, size;      // mine, and how many
+    int first;           // the world rank of its rank 0: tells groups of the same name apart
     struct Comm *parent; // of a channel: the group it was made from; NULL: no channel
     CommCount count[COMM_OPS];
     struct CommRing *ring;     // private: MPI communicator, queue of works, staging buffers
