@@ -356,7 +356,10 @@ static void post(Comm *c, Task *t, int i) {
     MPI_Comm mpi = c->ring->mpi;
     int tag = t->tag + i;
     mpi_check(MPI_Irecv(hop->receive, (int)hop->received, MPI_BYTE, hop->from, tag, mpi, &lane->requests[0]));
-    mpi_check(MPI_Isend(hop->send, (int)hop->sent, MPI_BYTE, hop->to, tag, mpi, &lane->requests[1]));
+    // A channel's message has left once its receiver takes it, as with NCCL; not once the system has buffered it.
+    int (*send)(const void *, int, MPI_Datatype, int, int, MPI_Comm, MPI_Request *) =
+        t->op == OP_SEND ? MPI_Issend : MPI_Isend;
+    mpi_check(send(hop->send, (int)hop->sent, MPI_BYTE, hop->to, tag, mpi, &lane->requests[1]));
     c->count[t->op].bytes += hop->sent;
     t->sent += hop->sent;
     lane->posted = true;

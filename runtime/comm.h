@@ -117,7 +117,7 @@ Work comm_all_gather(Comm *c, void *out, const void *in, size_t count, DType t);
 // buf [count] of rank root goes to all.
 Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
 // A message: the sender's buf [count] comes into the receiver's. The k-th that is sent on a channel is the k-th that is
-// received. A receive may be started long before; a send is done once its buffer may be written again.
+// received. A receive may be started long before; a send is done once its receiver takes it.
 Work comm_send(Comm *channel, const void *buf, size_t count, DType t);
 Work comm_receive(Comm *channel, void *buf, size_t count, DType t);
 // The same on the host's memory.

@@ -347,6 +347,8 @@ MUTANTS = {
     "the ring stops a hop early": (
         "runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
         "tests/test_comm.py::test_collectives"),
+    "a send is done once it is buffered": (
+        "runtime/comm.c", "t->op == OP_SEND ? MPI_Issend : MPI_Isend", "MPI_Isend", "tests/test_comm.py::test_collectives[2]"),
     "bytes are counted twice": ("runtime/comm.c", "bytes += hop->sent;", "bytes += 2 * hop->sent;", SENT),
     # a device
     "what NCCL sends is counted for the wrong shard": ("runtime/comm_cuda.c", "return whole - next;", "return whole - mine;", f"{DEVICE}[1-2]"),
