@@ -670,6 +670,8 @@ Comm *comm_init(int *argc, char ***argv) {
     int provided;
     // Without a launcher, Open MPI would start a daemon for this one rank, and want ssh for that.
     setenv("OMPI_MCA_ess_singleton_isolated", "1", 0);
+    // Nor has it anybody to share a directory with: two such programs at a time would take it from each other.
+    if (launch_size() == 1) setenv("OMPI_MCA_orte_create_session_dirs", "0", 0);
     // Over TCP a slice goes to the kernel whole, and travels while this process computes. By default it would ask
     // first whether it may come, and the answer wait until the other side is between two operations: half of the
     // overlap lost.
