@@ -184,7 +184,8 @@ demo: deps
 	$(MAKE)
 	dev/demo.sh
 
-PYTEST = build/venv/bin/python -m pytest -q tests
+# Two files of tests at a time: most tests wait for processes to start, to sleep or to die.
+PYTEST = build/venv/bin/python -m pytest -q tests -n 2 --dist loadfile
 ready:
 	dev/deps.sh test
 	$(MAKE)

@@ -15,6 +15,7 @@ The file is checked in, so that a change of a kernel shows what it costs; tests/
 import argparse
 import concurrent.futures
 import dataclasses
+import fcntl
 import hashlib
 import json
 import pathlib
@@ -34,7 +35,7 @@ import kernels as harness  # noqa: E402
 CACHE = ROOT / "build/kernel_table"
 TABLE = ROOT / "tests/kernel_table.txt"
 ARCHS = ("80", "89", "90a")
-FLAGS = "-I. -std=c++17 -O3 -t2 -Xptxas -v,-warn-spills,-warn-lmem-usage -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
+FLAGS = "-I. -std=c++17 -O3 -t2 -Xptxas -v,-warn-spills,-warn-lmem-usage -Werror all-warnings -Xcompiler -fPIC,-Wall,-Wextra,-Werror"
 FLAGS = [*FLAGS.split(), *(f"-gencode=arch=compute_{a},code=[sm_{a},compute_{a}]" for a in ARCHS[:2]),
          "-gencode=arch=compute_90a,code=sm_90a"]
 
@@ -96,7 +97,7 @@ def parameter_bytes(head):
 
 
 def compiled(source, precision):
-    """One file's kernels: {name: {"threads", "blocks", …, arch: {"registers", "shared", "tensor"}}}."""
+    """One file's kernels: {name: {"threads", "blocks", …, arch: {"registers", "shared", "tensor"}}}. Its object stays in CACHE."""
     with tempfile.TemporaryDirectory() as keep:
         flags = [*FLAGS, *(["-DPRECISION_BF16"] if precision == "bf16" else []), "--keep", "--keep-dir", keep]
         command = ["nvcc", *flags, "-c", str(source.relative_to(ROOT)), "-o", f"{keep}/out.o"]
@@ -129,6 +130,8 @@ def compiled(source, precision):
                     parameters=parameter_bytes(head),
                     float_atomics=re.findall(r"\b(?:atom|red)\.\S*\.(?:b?f16|f32|f64)\S*", body),
                 )
+        (CACHE / precision).mkdir(exist_ok=True)
+        shutil.copy(f"{keep}/out.o", CACHE / precision / f"{source.stem}.o")
     return kernels
 
 
@@ -138,7 +141,6 @@ def cached(name, parts, make):
     path = CACHE / f"{name}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]}.json"
     if not path.exists():
         made = json.dumps(make())
-        CACHE.mkdir(parents=True, exist_ok=True)
         for stale in CACHE.glob(f"{name}-*.json"):
             stale.unlink()
         path.write_text(made)
@@ -211,10 +213,12 @@ def each(values):
 
 
 def all_compiled(only=None):
-    """{(source, precision): its kernels}; minutes, the first time."""
+    """{(source, precision): its kernels}; minutes, the first time, and who asks meanwhile waits."""
     sources = [s for s in sorted((ROOT / "kernels").glob("*.cu")) if not only or s.stem in only]
     version = nvcc_version()
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "lock", "w") as lock, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         made = {(s, p): pool.submit(cached, f"{s.stem}-{p}", [version, s, p, *headers()], lambda s=s, p=p: compiled(s, p))
                 for s in sources for p in harness.PRECISIONS}
         return {job: kernels.result() for job, kernels in made.items()}

@@ -16,10 +16,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "dev"))
 
 import kernel_table  # noqa: E402
+from kernels import make  # noqa: E402
 
 # One seed for everything random in a session: SEED=$RANDOM make test draws other layouts, models and weights.
 SEED = int(os.environ.get("SEED", 2026))
-BUILD_SECONDS, RUN_SECONDS = 900, 240
+RUN_SECONDS = 240
 os.environ["DEVICE"] = "cpu"  # what make builds for a test that names no device, even beside a GPU
 
 
@@ -33,14 +34,15 @@ def pytest_report_header(config):
     return f"SEED={SEED}"
 
 
-_nvcc = None  # compiles the kernels for tests/test_cuda_static.py
+_nvcc = None  # compiles the kernels for the tests that ask for `compiled`
 
 
 def pytest_collection_finish(session):
-    """nvcc takes minutes: it begins now, with the time that tests leave which mostly wait."""
+    """nvcc takes minutes: it begins now, once, with the time that tests leave which mostly wait."""
     global _nvcc
     asked = any("compiled" in getattr(item, "fixturenames", ()) for item in session.items)
-    if asked and shutil.which("nvcc") and not session.config.option.collectonly:
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if asked and first and shutil.which("nvcc") and not session.config.option.collectonly:
         command = ["nice", "-n", "19", sys.executable, "dev/kernel_table.py", "--compile"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         _nvcc = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet)
@@ -56,28 +58,15 @@ def compiled():
     """(rows, broken promises) of dev/kernel_table.py."""
     if not kernel_table.nvcc_version():
         pytest.skip("no nvcc here, and the table is made with it")
-    _nvcc.wait()
     return kernel_table.rows()
 
 
 # ---- building and running ----------------------------------------------------------------------------------------
-_built = {}
-
-
 def build(precision="fp32", sanitize="", mpi=1, program="train", device="cpu"):
-    """The program of this variant, made at most once a session."""
-    key = (precision, sanitize, mpi, program, device)
-    if key not in _built:
-        variant = f"{device}-{precision}{'' if mpi else '-nompi'}{'-sanitized' if sanitize else ''}"
-        program = f"build/{variant}/{program}"
-        options = [f"DEVICE={device}", f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
-        made = subprocess.run(
-            ["make", "-s", f"-j{os.cpu_count()}", "-C", str(ROOT), *options, program],
-            capture_output=True, text=True, timeout=BUILD_SECONDS,
-        )  # fmt: skip
-        _built[key] = ROOT / program if made.returncode == 0 else "\n".join(made.stderr.splitlines()[-20:])
-    assert isinstance(_built[key], pathlib.Path), f"no build of {key}:\n{_built[key]}"
-    return _built[key]
+    """The program of this variant."""
+    variant = f"{device}-{precision}{'' if mpi else '-nompi'}{'-sanitized' if sanitize else ''}"
+    options = [f"DEVICE={device}", f"PRECISION={precision}", f"SANITIZE={sanitize}", f"MPI={mpi}"]
+    return make(f"build/{variant}/{program}", *options)
 
 
 @dataclass

@@ -46,27 +46,32 @@ FP8_E4M3, FP8_E5M2 = 0, 1
 
 
 # ---- building ------------------------------------------------------------------------------------------------------
-_built = {}
+@functools.cache
+def wrong_with(target, options):
+    """What make says where it fails; asked at most once a process (and its children)."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    command = ["make", "-s", f"-j{os.cpu_count()}", "-C", str(ROOT), *options, target]
+    with open(ROOT / "build/make.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that test may want the same file
+        made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    return "\n".join(made.stderr.splitlines()[-20:]) or "it fails" if made.returncode else ""
+
+
+def make(target, *options):
+    """The path of what `make OPTIONS TARGET` makes."""
+    said = wrong_with(target, options)
+    assert not said, f"no {target} with {options}:\n{said}"
+    return ROOT / target
 
 
 def library(device, precision, checked=False):
-    """The path of the kernels' library of this device, made at most once a process (and its children)."""
-    key = (device, precision, checked)
-    if key not in _built:
-        prefix = os.environ.get("KERNEL_BUILD", "build/") if device != "cpu" else "build/"
-        directory = f"{prefix}{device}-{precision}{'-checked' if checked else ''}"
-        options = [f"DEVICE={device}", f"PRECISION={precision}", f"CHECKED={int(checked)}", f"BUILD={directory}"]
-        if "KERNEL_SOURCES" in os.environ:
-            options.append(f"cuda_sources={os.environ['KERNEL_SOURCES']}")
-        (ROOT / "build").mkdir(exist_ok=True)
-        with open(ROOT / "build/kernels.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may want the same library
-            command = ["make", "-s", f"-j{os.cpu_count()}", "-C", str(ROOT), *options, "MPI=0", "kernels"]
-            made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        path = ROOT / directory / "libkernels.so"
-        _built[key] = path if made.returncode == 0 else "\n".join(made.stderr.splitlines()[-20:])
-    assert isinstance(_built[key], pathlib.Path), f"no library of {key}:\n{_built[key]}"
-    return _built[key]
+    """The path of the kernels' library of this device."""
+    prefix = os.environ.get("KERNEL_BUILD", "build/") if device != "cpu" else "build/"
+    directory = f"{prefix}{device}-{precision}{'-checked' if checked else ''}"
+    options = [f"DEVICE={device}", f"PRECISION={precision}", f"CHECKED={int(checked)}", f"BUILD={directory}", "MPI=0"]
+    if "KERNEL_SOURCES" in os.environ:
+        options.append(f"cuda_sources={os.environ['KERNEL_SOURCES']}")
+    return make(f"{directory}/libkernels.so", *options)
 
 
 # ---- one test, one process -----------------------------------------------------------------------------------------

@@ -8,17 +8,14 @@ import subprocess
 import numpy as np
 import pytest
 
-from conftest import BUILD_SECONDS, ROOT, environment
+from conftest import environment, make
 
 SECONDS = 300
 
 
 @pytest.fixture(scope="session")
 def program():
-    target = "build/cpu-fp32/tests/test_checkpoint"
-    made = subprocess.run(["make", "-C", ROOT, target], capture_output=True, text=True, timeout=BUILD_SECONDS)
-    assert made.returncode == 0, made.stdout + made.stderr
-    return ROOT / target
+    return make("build/cpu-fp32/tests/test_checkpoint")
 
 
 def run(program, *arguments, ranks=1, code=0, text=True, **env):

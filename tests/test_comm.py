@@ -7,16 +7,9 @@ import time
 
 import pytest
 
-from conftest import BUILD_SECONDS, ROOT, environment, run_program
+from conftest import environment, make, run_program
 
 CORES = sorted(os.sched_getaffinity(0))
-
-
-def make(target, *options):
-    command = ["make", "-C", str(ROOT), *options, target]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    assert made.returncode == 0, f"{made.args}\n{made.stdout}{made.stderr}"
-    return ROOT / target
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,15 @@
 """What can be known of the CUDA sources without running them: their text, and what nvcc makes of them."""
 import difflib
 import re
+import shutil
+import subprocess
 
 import pytest
 
 import kernel_table
-from conftest import ROOT
+from conftest import ROOT, make, run_program
 from kernels import DEVICE, PRECISIONS, Kernels, declarations, isolated, prototypes
+from test_faults import culprit
 
 SOURCES = sorted((ROOT / "kernels").glob("*.cu"))
 HEADERS = sorted((ROOT / "kernels").glob("*.cuh"))
@@ -107,3 +110,23 @@ def test_table_is_what_nvcc_makes(compiled):
         pytest.skip(f"the table was made by another nvcc than {version}")
     changed = list(difflib.unified_diff(kept.splitlines(), kernel_table.text(lines).splitlines(), "checked in", "now", n=0))
     assert not changed, "\n".join([*changed, "renew it: python dev/kernel_table.py > tests/kernel_table.txt"])
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
+@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="a GPU here: dev/gpu_check.sh runs the program")
+def test_cuda_builds_links_and_says_that_there_is_no_gpu(compiled):
+    """With cuBLASLt and NCCL, every warning an error. The kernels are those that dev/kernel_table.py has compiled, but for one."""
+    directory = {mpi: f"build/cuda-bf16-sm_90a{'' if mpi else '-nompi'}" for mpi in (1, 0)}
+    for mpi in 1, 0:
+        program = ROOT / directory[mpi] / "train"
+        shutil.copytree(kernel_table.CACHE / "bf16", program.parent / "kernels", shutil.copy, dirs_exist_ok=True)
+        (program.parent / "kernels/grad_norm.o").unlink()
+        options = ["DEVICE=cuda", "PRECISION=bf16", f"MPI={mpi}", "CUDA_ARCH=-arch=sm_90a", f"BUILD={directory[mpi]}"]
+        make(f"{directory[mpi]}/train", *options)
+        needed = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+        assert "libcublasLt" in needed and ("libnccl" in needed) == ("libmpi" in needed) == bool(mpi), needed
+        for ranks in (1, 2) if mpi else (1,):
+            r = run_program(program, ["--steps", 2], ranks)
+            assert r.code == 2, f"{r}"
+            assert re.fullmatch("no GPU here .*; nearest: make DEVICE=cpu", culprit(r.stderr)), r.stderr
+        assert run_program(program, ["--dry-run", "--model", "gpt2-124M"]).code == 0

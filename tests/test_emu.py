@@ -4,14 +4,13 @@ Each test of tests/emu_test.cu runs in a process of its own, in several orders o
 compilers make it of the same source."""
 import ctypes
 import faulthandler
-import functools
 import re
 import subprocess
 
 import pytest
 
 from conftest import ROOT
-from kernels import in_child
+from kernels import in_child, make
 
 SOURCE = "tests/emu_test.cu"
 COMPILERS = ("g++", "clang++")
@@ -19,13 +18,10 @@ SEEDS = (0, 1, 2, 3)
 LAUNCH_FAILURE = r"cudaErrorLaunchFailure: "
 
 
-@functools.lru_cache(None)
 def library(compiler):
     build = f"build/emu-core-{compiler}"
     options = ["DEVICE=emu", f"CXX={compiler}", f"BUILD={build}", f"cuda_sources={SOURCE}"]
-    made = subprocess.run(["make", "-s", "-C", ROOT, "kernels", *options], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return str(ROOT / build / "libkernels.so")
+    return str(make(f"{build}/libkernels.so", *options))
 
 
 def line(text, nth=0):

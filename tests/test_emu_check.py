@@ -2,12 +2,11 @@
 import ctypes
 import json
 import re
-import subprocess
 
 import pytest
 
 from conftest import ROOT
-from kernels import SEEDS, in_child
+from kernels import SEEDS, in_child, make
 
 SOURCE = "tests/emu_faults.cu"
 BUILD = "build/emu-fp32-faults"
@@ -51,10 +50,8 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def library():
-    command = ["make", "-s", "-C", ROOT, "kernels", "DEVICE=emu", "CHECKED=1", f"BUILD={BUILD}", f"cuda_sources={SOURCE}"]
-    made = subprocess.run(command, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return str(ROOT / BUILD / "libkernels.so")
+    options = ["DEVICE=emu", "CHECKED=1", f"BUILD={BUILD}", f"cuda_sources={SOURCE}"]
+    return str(make(f"{BUILD}/libkernels.so", *options))
 
 
 def ask(library, function, *args, seeds=(0,), counters=False):

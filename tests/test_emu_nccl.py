@@ -1,7 +1,6 @@
 """The emulated runtime of a program (dev/emu): streams that lie in wait, settings, NCCL by messages of MPI.
 
 tests/emu_nccl_test.c is the program; a mode is one run of it, and each rank prints what it has seen."""
-import functools
 import json
 import pathlib
 import re
@@ -9,22 +8,17 @@ import subprocess
 
 import pytest
 
-from conftest import BUILD_SECONDS, ROOT, environment
+from conftest import ROOT, environment, make
 
 SEEDS = (0, 1, 2, 3)  # natural; others late; others early; any order
 SOURCE = "tests/emu_test.cu"  # kernels, for those who want some
 
 
-@functools.lru_cache(None)
 def program(checked=False, compiler="gcc"):
     build = f"build/emu-nccl{'-checked' if checked else ''}-{compiler}"
-    target = f"{build}/tests/emu_nccl_test"
     options = ["DEVICE=emu", f"BUILD={build}", f"CC={compiler}", f"CHECKED={int(checked)}", "runtime=",
                f"cuda_sources={SOURCE}", "CFLAGS_MORE=-Idev/emu/include"]  # fmt: skip
-    command = ["make", "-s", "-C", ROOT, *options, target]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    assert made.returncode == 0, made.stdout + made.stderr
-    return ROOT / target
+    return make(f"{build}/tests/emu_nccl_test", *options)
 
 
 def run(ranks, *mode, checked=False, **env):

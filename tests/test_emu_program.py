@@ -4,15 +4,13 @@ EMU_SEED chooses that order: under one seed the compute stream runs ahead as far
 streams do, under the third anything may come first. A wait or an event that is missing gives other numbers under one of them.
 """
 import itertools
-import os
 import random
 import re
-import shutil
 import subprocess
 
 import pytest
 
-from conftest import BUILD_SECONDS, ROOT, SEED, build, checkpoint_bytes, close, covering, label, make_text, run_program
+from conftest import SEED, build, checkpoint_bytes, close, covering, label, make_text, run_program
 from test_faults import ENDLESS, culprit
 from test_law import LOSS_TOLERANCE, NORM_TOLERANCE
 
@@ -392,25 +390,3 @@ def test_one_rank_without_mpi(words):
     r = run_program(build(mpi=0, device="emu"), ["--data", words, "--steps", 2, "--layers", 1, "--seq", 16, "--micro-batch", 1])
     assert r.code == 0, f"{r}"
     assert not re.search(r"lib(mpi|nccl)\.", subprocess.run(["ldd", build(mpi=0, device="emu")], capture_output=True, text=True).stdout)
-
-
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc here")
-@pytest.mark.skipif(bool(shutil.which("nvidia-smi")), reason="a GPU here: dev/gpu_check.sh runs the program")
-def test_cuda_builds_links_and_says_that_there_is_no_gpu():
-    """With cuBLASLt and NCCL, every warning an error. (For one card; dev/kernel_table.py compiles for all.)"""
-    directory = {mpi: f"build/cuda-bf16-sm_90a{'' if mpi else '-nompi'}" for mpi in (1, 0)}
-    for mpi in 1, 0:
-        program = ROOT / directory[mpi] / "train"
-        if mpi == 0:  # nvcc's part is the same
-            shutil.copytree(ROOT / directory[1] / "kernels", program.parent / "kernels", dirs_exist_ok=True)
-        options = ["DEVICE=cuda", "PRECISION=bf16", f"MPI={mpi}", "CUDA_ARCH=-arch=sm_90a", f"BUILD={directory[mpi]}"]
-        command = ["make", "-s", f"-j{os.cpu_count()}", "-C", ROOT, *options, program.relative_to(ROOT)]
-        made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        assert made.returncode == 0, made.stderr[-3000:]
-        needed = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
-        assert "libcublasLt" in needed and ("libnccl" in needed) == ("libmpi" in needed) == bool(mpi), needed
-        for ranks in (1, 2) if mpi else (1,):
-            r = run_program(program, ["--steps", 2], ranks)
-            assert r.code == 2, f"{r}"
-            assert re.fullmatch("no GPU here .*; nearest: make DEVICE=cpu", culprit(r.stderr)), r.stderr
-        assert run_program(program, ["--dry-run", "--model", "gpt2-124M"]).code == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from kernels import DEVICE, SEEDS, from_bf16, isolated, to_bf16
+from kernels import DEVICE, SEEDS, from_bf16, isolated, make, to_bf16
 
 emulated = pytest.mark.skipif(DEVICE != "emu", reason="asks the emulator what a device does not tell")
 BUILD = ROOT / "build" / f"{DEVICE}-types"
@@ -98,11 +98,9 @@ def test_every_wrapper_has_a_twin():
 @pytest.fixture(scope="module")
 def library():
     """tests/ptx_test.cu for this device, with the emulator's core around it."""
-    options = [f"DEVICE={DEVICE}", "PRECISION=bf16", f"BUILD={BUILD.relative_to(ROOT)}", "MPI=0"]
-    source = "cuda_sources=kernels/../tests/ptx_test.cu"
-    made = subprocess.run(["make", "-s", *options, source, "kernels"], cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return BUILD / "libkernels.so"
+    directory = BUILD.relative_to(ROOT)
+    options = [f"DEVICE={DEVICE}", "PRECISION=bf16", f"BUILD={directory}", "MPI=0"]
+    return make(f"{directory}/libkernels.so", *options, "cuda_sources=kernels/../tests/ptx_test.cu")
 
 
 def call(lib, name, *args):

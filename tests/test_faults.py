@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from conftest import BUILD_SECONDS, ROOT, SEED, covering, environment, label, run_program
+from conftest import ROOT, SEED, covering, environment, label, make, run_program
 from test_comm import alive, children
 
 TIMEOUT = 3  # of the program's watchdog
@@ -23,10 +23,7 @@ ENDLESS = [*MODEL, "--steps", "1000000", "--timeout", TIMEOUT]
 
 @pytest.fixture(scope="session")
 def faulty():
-    target = "build/cpu-fp32/tests/train_with_faults"
-    made = subprocess.run(["make", "-C", str(ROOT), target], capture_output=True, text=True, timeout=BUILD_SECONDS)
-    assert made.returncode == 0, f"{made.stdout}{made.stderr}"
-    return ROOT / target
+    return make("build/cpu-fp32/tests/train_with_faults")
 
 
 def culprit(stderr):

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import ROOT, build, checkpoint_bytes, close, environment, make_text, run_program
+from conftest import ROOT, build, checkpoint_bytes, close, environment, make, make_text, run_program
 from test_trace import Trace
 
 TINY = "--layers 2 --hidden 32 --heads 4 --seq 32 --peak-tflops 1".split()
@@ -47,7 +47,7 @@ def test_help_on_many_ranks_comes_once():
 
 def test_bare_run(tmp_path):
     """No flag at all: it learns this repository's text. (A log beside it, to look at.)"""
-    run_program("make", ["-C", ROOT, "build/repository.txt"])
+    make("build/repository.txt")
     r = run_program(build(), [], log=tmp_path / "log")
     assert r.code == 0 and not r.stderr, f"{r}"
     losses = r.curve("loss")
@@ -174,6 +174,12 @@ def test_sound_replicas(zero, ranks, precision, train, text, tmp_path):
         assert not r.stderr and "differ" not in r.stdout, f"{r}"
         outcomes.append((r.curve("loss"), r.curve("grad_norm"), checkpoint_bytes(tmp_path / name, 5)))
     assert outcomes[0] == outcomes[1]
+
+
+def test_one_rank_shares_no_directory():
+    """With Open MPI's default, two programs that start at a time would now and then take their directory from each other."""
+    r = run_program(build(), ["--dry-run"], env={"TMPDIR": "/dev/null"})
+    assert r.code == 0 and not r.stderr, f"{r}"
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from conftest import ROOT, make_text
+from conftest import ROOT, make, make_text
 
 DATA = ROOT / "dev/data"
 NO_NETWORK = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
@@ -47,10 +47,7 @@ def read_shard(path):
 @pytest.fixture(scope="session")
 def loader():
     """The C loader, as a program that prints the tokens of each window: see tests/test_data.c."""
-    program = "build/cpu-fp32/tests/test_data"
-    made = subprocess.run(["make", "-C", str(ROOT), program], capture_output=True, text=True, timeout=900)
-    assert made.returncode == 0, made.stdout + made.stderr
-    return ROOT / program
+    return make("build/cpu-fp32/tests/test_data")
 
 
 def load(loader, T, *files):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from conftest import BUILD_SECONDS, ROOT, build, environment, run_program
+from conftest import ROOT, build, environment, make, run_program
 
 STEPS, ACCUM, LAYERS, EVAL_BATCHES = 3, 2, 4, 2
 
@@ -65,14 +65,7 @@ def known():
     """known(variant) → the program of test_trace.c."""
     suffix = {"plain": "", "without MPI": "-nompi", "sanitized": "-sanitized"}
 
-    def make(variant):
-        target = f"build/cpu-fp32{suffix[variant]}/tests/test_trace"
-        command = ["make", "-s", "-C", str(ROOT), *VARIANTS[variant], target]
-        made = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        assert made.returncode == 0, made.stderr
-        return ROOT / target
-
-    return make
+    return lambda variant: make(f"build/cpu-fp32{suffix[variant]}/tests/test_trace", *VARIANTS[variant])
 
 
 @pytest.mark.parametrize("ranks, variant", [(1, "plain"), (3, "plain"), (1, "without MPI"), (2, "sanitized")])
