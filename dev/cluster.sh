@@ -127,8 +127,10 @@ inside() { # box, hosts, rate, counters, command…
     for ((host = 1; host <= hosts; host++)); do open_host "$host"; done
     step mount --bind "$box/hosts" /etc/hosts
     settings
+    # It says itself who it is: before that, as a copy of this shell, it would take a signal for this shell's, and forget it.
     # shellcheck disable=SC2016 # later
-    supervise 'echo $job' nsenter --net="$box/host1.net" --uts="$box/host1.uts" -- "$@"
+    supervise 'cat "$box/command"' nsenter --net="$box/host1.net" --uts="$box/host1.uts" -- \
+        sh -c 'echo $$ >"$0"; exec "$@"' "$box/command" "$@"
     code=$?
     [ -z "$counters" ] || count "$hosts" >"$counters"
     exit $code
