@@ -100,7 +100,8 @@ static ClassicActivations classic_activations(const Model *m) {
 
 // ---- what is sent ------------------------------------------------------------------------------------------------------
 
-// Which buckets' weights are whole while a step goes on, and how often they had to be gathered for that.
+// Which buckets' weights are whole while a step goes on, and how often they had to be gathered for that. Worked out here from the
+// rules, and not asked of dp_zero.c: what is predicted is held against what that has counted.
 typedef struct {
     const Model *m;
     bool *whole;      // [n_buckets]
