@@ -16,8 +16,8 @@
 //
 // Cost for n bytes and N ranks: reduce-scatter and all-gather send (N-1)/N · n a rank, all-reduce twice that, which is
 // the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none
-// from the last one; a message goes from one rank to one other. Barrier: log2 N empty messages a rank (dissemination:
-// Hensgen, Finkel & Manber 1988).
+// from the last one; a message goes from one rank to one other. A shift is n bytes a rank, in one hop. Barrier: log2 N empty
+// messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
 // With --comm mpi a GPU's buffer takes this way, too, staged through the host: fetched when its turn has come, and put back
 // when the ring is done with it (Staged, comm_ring.h).
 // Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -50,10 +50,10 @@ enum { SLICE_BYTES = 512 << 10, LANES = 4 };
 enum { TAG_CLOCK = 32767 }; // the largest that every MPI has
 
 const char *const comm_op_name[COMM_OPS] = {"all_reduce", "all_reduce_max", "reduce_scatter", "all_gather",
-                                            "broadcast",  "send",           "barrier"};
+                                            "broadcast",  "send",           "shift",          "barrier"};
 const char *const comm_wait_name[COMM_OPS] = {
     "wait for all_reduce", "wait for all_reduce_max", "wait for reduce_scatter", "wait for all_gather",
-    "wait for broadcast",  "wait for send",           "wait for barrier"};
+    "wait for broadcast",  "wait for send",           "wait for shift",          "wait for barrier"};
 
 // One hop of one slice: what goes out, what comes in, and what becomes of it.
 typedef struct {
@@ -80,9 +80,9 @@ typedef struct Task {
     CommOp op;
     DType type;
     size_t count;
-    const void *in; // reductions, send: [count]; all_gather: this rank's shard
+    const void *in; // reductions, send, shift: [count]; all_gather: this rank's shard
     void *own;      // where this rank's shard of the result goes
-    void *out;      // all_reduce, all_gather, broadcast, receive: [count]
+    void *out;      // all_reduce, all_gather, broadcast, receive, shift: [count]
     int root;
     size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
     int hops;                      // that a slice makes
@@ -303,6 +303,15 @@ static Hop send_hop(const Comm *c, const Task *t, size_t j) {
     return (Hop){.receive = at(t->out, slice.offset), .received = slice.bytes};
 }
 
+// One hop, in which all ranks send.
+static Hop shift_hop(const Task *t, size_t j) {
+    Piece slice = piece(t, j, 0, t->count);
+    return (Hop){.send = at(t->in, slice.offset),
+                 .sent = slice.bytes,
+                 .receive = at(t->out, slice.offset),
+                 .received = slice.bytes};
+}
+
 static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
     size_t j = lane->slice;
     int k = lane->hop, reduce_hops = t->op == OP_ALL_GATHER ? 0 : c->size - 1;
@@ -310,6 +319,7 @@ static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
         return (Hop){.to = around(c, c->rank + (1 << k)), .from = around(c, c->rank - (1 << k))};
     Hop hop = t->op == OP_BROADCAST ? broadcast_hop(c, t, j, k)
               : t->op == OP_SEND    ? send_hop(c, t, j)
+              : t->op == OP_SHIFT   ? shift_hop(t, j)
               : k < reduce_hops     ? reduce_hop(c, t, j, k)
                                     : gather_hop(c, t, j, k - reduce_hops);
     hop.to = hop.sent ? around(c, c->rank + 1) : MPI_PROC_NULL;
@@ -326,6 +336,7 @@ static bool is_here(const Comm *c, Task *t) {
     if (!buf) return false;
     t->out = buf, t->own = at(buf, own_piece(c, t->count, t->type).offset);
     t->in = t->op == OP_ALL_GATHER ? t->own : buf;
+    if (t->op == OP_SHIFT) t->out = at(buf, t->count * dtype_size(t->type));
     return true;
 }
 
@@ -356,9 +367,10 @@ static void post(Comm *c, Task *t, int i) {
     MPI_Comm mpi = c->ring->mpi;
     int tag = t->tag + i;
     mpi_check(MPI_Irecv(hop->receive, (int)hop->received, MPI_BYTE, hop->from, tag, mpi, &lane->requests[0]));
-    // A channel's message has left once its receiver takes it, as with NCCL; not once the system has buffered it.
+    // A message or a shift has left once its receiver takes it, as with NCCL; not once the system has buffered it.
+    bool taken = t->op == OP_SEND || t->op == OP_SHIFT;
     int (*send)(const void *, int, MPI_Datatype, int, int, MPI_Comm, MPI_Request *) =
-        t->op == OP_SEND ? MPI_Issend : MPI_Isend;
+        taken ? MPI_Issend : MPI_Isend;
     mpi_check(send(hop->send, (int)hop->sent, MPI_BYTE, hop->to, tag, mpi, &lane->requests[1]));
     c->count[t->op].bytes += hop->sent;
     t->sent += hop->sent;
@@ -458,12 +470,13 @@ static Work start(Comm *c, Task task) {
         t->slices = 1;
         while (1 << t->hops < c->size) t->hops++;
     } else if (c->size > 1 && t->count > 0) {
-        bool whole = t->op == OP_BROADCAST || t->op == OP_SEND;
+        bool whole = t->op == OP_BROADCAST || t->op == OP_SEND || t->op == OP_SHIFT;
         size_t longest = whole ? t->count : comm_shard_begin(t->count, c->size, 1);
         t->slice = slice_items(longest, t->type);
         t->slices = (longest + t->slice - 1) / t->slice;
         bool both = t->op == OP_ALL_REDUCE || t->op == OP_ALL_REDUCE_MAX;
         t->hops = t->op == OP_BROADCAST ? 2 : both ? 2 * (c->size - 1) : c->size - 1; // a message's: 1
+        if (t->op == OP_SHIFT) t->hops = 1;
     }
     *(ring->first ? &ring->last->next : &ring->first) = t;
     ring->last = t;
@@ -542,6 +555,11 @@ Work comm_host_send(Comm *channel, const void *buf, size_t count, DType t) {
 Work comm_host_receive(Comm *channel, void *buf, size_t count, DType t) {
     assert(channel->size == 2 && channel->rank == 1);
     return start(channel, (Task){.op = OP_SEND, .type = t, .count = count, .out = buf});
+}
+
+Work comm_host_shift(Comm *c, void *out, const void *in, size_t count, DType t) {
+    assert(out != in || count == 0);
+    return start(c, (Task){.op = OP_SHIFT, .type = t, .count = count, .in = in, .own = out, .out = out});
 }
 
 Work comm_barrier(Comm *c) {
@@ -707,24 +725,28 @@ Host comm_host(void) {
     return host;
 }
 
-static Comm *split(Comm *parent, int color, int key, const char *name, bool channel) {
+static Comm *split(Comm *parent, int color, int key, const char *name, Purpose purpose) {
     MPI_Comm mpi;
     ring_wait((Work){.comm = parent, .sequence = parent->ring->started}); // MPI_Comm_split would not move it
     mpi_check(MPI_Comm_split(parent->ring->mpi, color, key, &mpi));
     if (color == MPI_UNDEFINED) return NULL;
     Comm *c = comm_of(mpi, name);
-    comm_connect(c, channel);
+    comm_connect(c, purpose);
     return c;
 }
 
 Comm *comm_split(Comm *parent, int color, int key, const char *name) {
-    return split(parent, color, key, name, false);
+    return split(parent, color, key, name, FOR_COLLECTIVES);
+}
+
+Comm *comm_ring(Comm *parent, int color, int key, const char *name) {
+    return split(parent, color, key, name, FOR_SHIFTS);
 }
 
 Comm *comm_channel(Comm *parent, int from, int to, const char *name) {
     assert(from != to);
     bool mine = parent->rank == from || parent->rank == to;
-    Comm *c = split(parent, mine ? 0 : MPI_UNDEFINED, parent->rank != from, name, true);
+    Comm *c = split(parent, mine ? 0 : MPI_UNDEFINED, parent->rank != from, name, FOR_MESSAGES);
     if (c) c->parent = parent;
     return c;
 }

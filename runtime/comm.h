@@ -19,8 +19,9 @@
 // A group of one is still a group: its collectives copy, and send nothing.
 //
 // Messages between two ranks go through channels: groups of two, in which one rank sends and the other receives. Works on
-// several channels are under way side by side. All works that two ranks share, on whatever channels and groups, both start in
-// the same order: then none of them waits for one that comes later.
+// several channels are under way side by side. In a shift all ranks of a group send at once, each to its right-hand neighbour,
+// rank + 1. All works that two ranks share, on whatever channels and groups, both start in the same order: then none of them
+// waits for one that comes later.
 #ifndef COMM_H
 #define COMM_H
 
@@ -44,7 +45,8 @@ typedef enum {
     OP_REDUCE_SCATTER, // up to here, numbers are combined
     OP_ALL_GATHER,
     OP_BROADCAST,
-    OP_SEND, // on channels, at both ends
+    OP_SEND,  // on channels, at both ends
+    OP_SHIFT, // one place round
     OP_BARRIER,
     COMM_OPS
 } CommOp;
@@ -92,6 +94,8 @@ Comm *comm_split(Comm *parent, int color, int key, const char *name);
 // A channel: the group of two ranks of the parent, of which `from` sends and `to`, another one, receives. Its rank 0 is the
 // sender; NULL on all other ranks. Collective over the parent. Nothing but messages travels on it.
 Comm *comm_channel(Comm *parent, int from, int to, const char *name);
+// comm_split, for a group in which shifts travel and no other device memory.
+Comm *comm_ring(Comm *parent, int color, int key, const char *name);
 void comm_free(Comm *c);
 // Every Comm alive, for the end-of-run table of counters (a GPU's waits are counted once they are over; here at the latest);
 // returns how many, fills up to max.
@@ -120,6 +124,9 @@ Work comm_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
 // received. A receive may be started long before; a send is done once its receiver takes it.
 Work comm_send(Comm *channel, const void *buf, size_t count, DType t);
 Work comm_receive(Comm *channel, void *buf, size_t count, DType t);
+// Every rank's in [count] goes to its right-hand neighbour's out [count], and this rank's out is its left one's in. in and
+// out are two buffers. A shift is done once the right-hand one takes it, too.
+Work comm_shift(Comm *ring, void *out, const void *in, size_t count, DType t);
 // The same on the host's memory.
 Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t);
 Work comm_host_all_reduce_max(Comm *c, float *buf, size_t count);
@@ -128,6 +135,7 @@ Work comm_host_all_gather(Comm *c, void *out, const void *in, size_t count, DTyp
 Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
 Work comm_host_send(Comm *channel, const void *buf, size_t count, DType t);
 Work comm_host_receive(Comm *channel, void *buf, size_t count, DType t);
+Work comm_host_shift(Comm *c, void *out, const void *in, size_t count, DType t);
 Work comm_barrier(Comm *c); // of the hosts
 
 // Returns once w and everything started before it on its Comm is done (on a GPU: once the compute stream is told to wait

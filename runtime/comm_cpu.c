@@ -4,8 +4,8 @@
 void comm_use(Transport t) {
     (void)t;
 }
-void comm_connect(Comm *c, bool channel) {
-    (void)c, (void)channel;
+void comm_connect(Comm *c, Purpose purpose) {
+    (void)c, (void)purpose;
 }
 void comm_disconnect(Comm *c) {
     (void)c;
@@ -40,4 +40,7 @@ Work comm_send(Comm *channel, const void *buf, size_t count, DType t) {
 }
 Work comm_receive(Comm *channel, void *buf, size_t count, DType t) {
     return comm_host_receive(channel, buf, count, t);
+}
+Work comm_shift(Comm *ring, void *out, const void *in, size_t count, DType t) {
+    return comm_host_shift(ring, out, in, count, t);
 }

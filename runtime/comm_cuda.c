@@ -11,14 +11,15 @@
 //     a group of one  nobody: a copy on the GPU, where two places differ
 //     NCCL            one of its calls for each of ours where shards are equal. ZeRO's differ by an element where ranks do
 //                     not divide the count: then one ncclReduce or ncclBroadcast a shard, in one group of calls, with the
-//                     same bytes. In which order it sums is NCCL's choice, for all_reduce and reduce_scatter apart.
+//                     same bytes. A shift is a send and a receive, in one group of calls, too. In which order it sums is
+//                     NCCL's choice, for all_reduce and reduce_scatter apart.
 //     MPI             the ring of comm.c, on the host: buffer down, round the ring, up again. So any number of ranks
 //                     shares a GPU. The host has to be there when a copy has come down (comm_progress), and comm_wait
 //                     stays until the last copy is queued. The works of a group take turns: one buffer a group.
 //
 // Cost: three events a work and two a wait, and a few microseconds of the host. Bytes are counted as comm.c's ring sends them;
 // NCCL may use trees or the switches' sums, and send fewer. With MPI, twice the buffer over PCIe, and page-locked host memory
-// as large as a group's largest buffer.
+// as large as a group's largest buffer, for shifts twice that.
 // NCCL: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html
 #include "comm_ring.h"
 #include "cuda.h"
@@ -69,6 +70,7 @@ struct CommStream {
     uint64_t done;                // the last that the host has seen done, by sequence
     uint64_t awaited;             // the compute stream goes on after this one
     Wait *first_wait, *last_wait; // not yet counted
+    Purpose purpose;              // what it carries
     bool by_ring;                 // staged through the host?
     char *host;                   // page-locked: the buffer of the work whose turn it is
     size_t host_bytes;            // its size
@@ -108,6 +110,8 @@ static size_t ring_sends(const Flight *f) {
         return whole - mine;
     case OP_ALL_GATHER:
         return whole - next;
+    case OP_SHIFT:
+        return whole;
     default: // broadcast, send: the last of the chain sends nothing
         return right == f->root ? 0 : whole;
     }
@@ -128,6 +132,21 @@ static void nccl_by_shards(const Flight *f, ncclDataType_t type) {
         else
             nccl_check(ncclBroadcast(r == me ? f->in : part, part, n, type, r, s->nccl, s->stream));
     }
+    nccl_check(ncclGroupEnd());
+}
+
+static int right_of(const Comm *c) {
+    return (c->rank + 1) % c->size;
+}
+static int left_of(const Comm *c) {
+    return (c->rank + c->size - 1) % c->size;
+}
+
+// A send and a receive, of which none waits for the other.
+static void nccl_shift(const struct CommStream *s, const void *in, void *out, size_t n, ncclDataType_t type) {
+    nccl_check(ncclGroupStart());
+    nccl_check(ncclSend(in, n, type, right_of(s->comm), s->nccl, s->stream));
+    nccl_check(ncclRecv(out, n, type, left_of(s->comm), s->nccl, s->stream));
     nccl_check(ncclGroupEnd());
 }
 
@@ -152,6 +171,8 @@ static void nccl_start(const Flight *f) {
         nccl_check(ncclAllReduce(f->in, f->out, f->count, type, ncclMax, s->nccl, s->stream));
     else if (f->op == OP_BROADCAST)
         nccl_check(ncclBroadcast(f->in, f->out, f->count, type, f->root, s->nccl, s->stream));
+    else if (f->op == OP_SHIFT)
+        nccl_shift(s, f->in, f->out, f->count, type);
     else if (f->comm->rank == f->root)
         nccl_check(ncclSend(f->in, f->count, type, 1, s->nccl, s->stream));
     else
@@ -180,12 +201,12 @@ static bool from_root(CommOp op) {
 static void *fetch(void *self) {
     Flight *f = self;
     struct CommStream *s = f->comm->stream;
-    size_t bytes = f->count * dtype_size(f->type);
+    size_t bytes = f->count * dtype_size(f->type), room = f->op == OP_SHIFT ? 2 * bytes : bytes;
     if (!f->begun) {
-        if (!s->host || s->host_bytes < bytes) {
+        if (!s->host || s->host_bytes < room) {
             if (s->first != f) return NULL; // the last work's buffer may still be on its way up
             if (s->host) cuda_check(cudaFreeHost(s->host));
-            s->host_bytes = bytes ? bytes : 1;
+            s->host_bytes = room ? room : 1;
             cudaError_t error = cudaMallocHost((void **)&s->host, s->host_bytes);
             if (error == cudaErrorMemoryAllocation)
                 fail(EXIT_RUNTIME, "group %s: the host has no %.6f GB to lock for --comm mpi", f->comm->name,
@@ -210,6 +231,7 @@ static void put_back(void *self, size_t sent) {
     struct CommStream *s = f->comm->stream;
     Piece up = {0, f->count * dtype_size(f->type)};
     if (f->op == OP_REDUCE_SCATTER) up = own_piece(f->comm, f->count, f->type);
+    if (f->op == OP_SHIFT) up.offset = up.bytes; // behind what it has sent
     if (from_root(f->op) && f->comm->rank == f->root) up.bytes = 0;
     if (up.bytes)
         cuda_check(cudaMemcpyAsync(f->out, s->host + up.offset, up.bytes, cudaMemcpyHostToDevice, s->stream));
@@ -220,6 +242,8 @@ static void put_back(void *self, size_t sent) {
 static Work start(Comm *c, Flight flight) {
     struct CommStream *s = c->stream;
     if (!s) fail(EXIT_RUNTIME, "group %s carries no device memory: it is older than comm_use", c->name);
+    // What warm_up has not done would connect here, and take memory that nobody has counted.
+    assert((s->purpose == FOR_SHIFTS) == (flight.op == OP_SHIFT));
     if (c->size == 1) { // nobody to wait for
         c->count[flight.op].calls++;
         if (flight.out != flight.in) device_copy(flight.out, flight.in, flight.count * dtype_size(flight.type));
@@ -344,14 +368,16 @@ void comm_use(Transport t) {
 // NCCL connects two ranks where they first need it, in the call, which then does not return before the other one has come;
 // and takes buffers for that. So each kind of call that a group is for is made once while the watchdog looks, and before
 // memory is counted.
-static void warm_up(struct CommStream *s, bool channel) {
+static void warm_up(struct CommStream *s) {
     size_t n = (size_t)s->comm->size;
     float *x;
     cuda_check(cudaMalloc((void **)&x, n * sizeof *x));
     cuda_check(cudaMemsetAsync(x, 0, n * sizeof *x, s->stream));
-    if (channel && s->comm->rank == 0) {
+    if (s->purpose == FOR_SHIFTS) {
+        nccl_shift(s, x, x + 1, 1, ncclFloat32);
+    } else if (s->purpose == FOR_MESSAGES && s->comm->rank == 0) {
         nccl_check(ncclSend(x, n, ncclFloat32, 1, s->nccl, s->stream));
-    } else if (channel) {
+    } else if (s->purpose == FOR_MESSAGES) {
         nccl_check(ncclRecv(x, n, ncclFloat32, 0, s->nccl, s->stream));
     } else {
         nccl_check(ncclAllReduce(x, x, n, ncclFloat32, ncclSum, s->nccl, s->stream));
@@ -366,7 +392,7 @@ static void warm_up(struct CommStream *s, bool channel) {
     cuda_check(cudaFree(x));
 }
 
-static void connect_nccl(struct CommStream *s, bool channel) {
+static void connect_nccl(struct CommStream *s) {
     Comm *c = s->comm;
     ncclUniqueId id = {0};
     if (c->rank == 0) nccl_check(ncclGetUniqueId(&id));
@@ -377,21 +403,22 @@ static void connect_nccl(struct CommStream *s, bool channel) {
     note_moved();
     note_wait(s->noted);
     nccl_check(ncclCommInitRank(&s->nccl, c->size, id, c->rank));
-    warm_up(s, channel);
+    warm_up(s);
     note_wait(NULL);
     c->count[OP_BROADCAST] = (CommCount){0}; // users count from here
 }
 
-void comm_connect(Comm *c, bool channel) {
+void comm_connect(Comm *c, Purpose purpose) {
     if (!used) return; // nothing of it will be on a device
     struct CommStream *s = c->stream = host_alloc(1, sizeof *s), **last = &streams;
     s->comm = c;
+    s->purpose = purpose;
     cuda_check(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking));
     cuda_check(cudaEventCreateWithFlags(&s->down, cudaEventDisableTiming));
     while (*last) last = &(*last)->next;
     *last = s;
     s->by_ring = c->size > 1 && transport == TRANSPORT_MPI;
-    if (c->size > 1 && transport == TRANSPORT_NCCL) connect_nccl(s, channel);
+    if (c->size > 1 && transport == TRANSPORT_NCCL) connect_nccl(s);
 }
 
 void comm_disconnect(Comm *c) {
@@ -443,4 +470,8 @@ Work comm_send(Comm *channel, const void *buf, size_t count, DType t) {
 Work comm_receive(Comm *channel, void *buf, size_t count, DType t) {
     assert(channel->size == 2 && channel->rank == 1);
     return start(channel, (Flight){.op = OP_SEND, .out = buf, .count = count, .type = t});
+}
+Work comm_shift(Comm *ring, void *out, const void *in, size_t count, DType t) {
+    assert(out != in || count == 0);
+    return start(ring, (Flight){.op = OP_SHIFT, .in = in, .out = out, .count = count, .type = t});
 }

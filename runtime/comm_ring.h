@@ -12,7 +12,8 @@ typedef struct {
     void (*put_back)(void *self, size_t sent); // sent: bytes that this rank has sent for it
     void *self;
 } Staged;
-// Starts a collective in place in such a buffer (each rank's shard at its own place), or one end of a message.
+// Starts a collective in place in such a buffer (each rank's shard at its own place), or one end of a message; or a shift,
+// which sends its first [count], and receives behind that in [count] more.
 Work ring_start_staged(Comm *c, CommOp op, size_t count, DType t, int root, Staged staged);
 // comm_wait for a work of the ring;
 void ring_wait(Work w);
@@ -30,8 +31,10 @@ Piece own_piece(const Comm *c, size_t count, DType t);
 extern const char *const comm_wait_name[COMM_OPS]; // "wait for all_reduce", ...
 
 // ---- the half, for comm.c ---------------------------------------------------------------------------------------------
-void comm_connect(Comm *c, bool channel); // a new group, of comm_split or comm_channel;
-void comm_disconnect(Comm *c);            // before it is freed
+// What travels in a group of comm_split, comm_channel, comm_ring.
+typedef enum { FOR_COLLECTIVES, FOR_MESSAGES, FOR_SHIFTS } Purpose;
+void comm_connect(Comm *c, Purpose purpose); // a new group;
+void comm_disconnect(Comm *c);               // before it is freed
 bool comm_advance(void); // moves all that is under way, ring_advance's included. Did anything move?
 
 // ---- notes, the main thread's: a few stores each ------------------------------------------------------------------------

@@ -283,6 +283,64 @@ static void messages(void) {
     }
 }
 
+// Each rank of a communicator sends to the next one round and receives from the one before it, in one group of calls.
+static void shift(float *out, const float *in, size_t send, size_t receive, ncclComm_t comm, cudaStream_t s) {
+    int me, n;
+    nccl(ncclCommUserRank(comm, &me)), nccl(ncclCommCount(comm, &n));
+    nccl(ncclGroupStart());
+    nccl(ncclSend(in, send, ncclFloat32, (me + 1) % n, comm, s));
+    nccl(ncclRecv(out, receive, ncclFloat32, (me + n - 1) % n, comm, s));
+    nccl(ncclGroupEnd());
+}
+
+// Twice round and one further, with nobody waiting in between: each sends what has come; on another communicator backwards.
+static void ring(void) {
+    enum { N = 300000, BYTES = N * sizeof(float) };
+    const size_t counts[] = {0, 1, 777, N};
+    MPI_Comm other_way;
+    MPI_Comm_split(MPI_COMM_WORLD, 0, -rank, &other_way);
+    ncclComm_t comm[2] = {world, group(other_way)};
+    cudaStream_t s[2] = {stream(), stream()};
+    float *host = malloc(BYTES), *buffer[2][2];
+    for (int k = 0; k < 4; k++) buffer[k / 2][k % 2] = device(BYTES);
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+        const size_t n = counts[c];
+        const int hops = 2 * size + 1;
+        for (int way = 0; way < 2; way++) {
+            for (size_t i = 0; i < n; i++) host[i] = (float)(1000 * rank) + (float)(i % 999);
+            cuda(cudaMemcpy(buffer[way][0], host, n * sizeof *host, cudaMemcpyHostToDevice));
+        }
+        for (int hop = 0; hop < hops; hop++)
+            for (int way = 0; way < 2; way++)
+                shift(buffer[way][(hop + 1) % 2], buffer[way][hop % 2], n, n, comm[way], s[way]);
+        for (int back = 0; back < 2; back++) // what has come, and what has been sent
+            for (int way = 0; way < 2; way++) {
+                int who = ((rank + (way ? 1 : -1) * (hops - back)) % size + size) % size;
+                order(s[way], compute);
+                float *from = buffer[way][(hops + back) % 2];
+                cuda(cudaMemcpyAsync(host, from, n * sizeof *host, cudaMemcpyDeviceToHost, compute));
+                cuda(cudaStreamSynchronize(compute));
+                for (size_t i = 0; i < n; i++)
+                    check(host[i] == (float)(1000 * who) + (float)(i % 999), "what comes round");
+            }
+    }
+    nccl(ncclCommDestroy(comm[1]));
+}
+
+// The same ring, with the send before the receive: nobody takes what all send.
+static void ring_in_turns(void) {
+    float *a = device(400), *b = device(400);
+    cuda(cudaMemset(a, 0, 400));
+    nccl(ncclSend(a, 100, ncclFloat32, (rank + 1) % size, world, compute));
+    nccl(ncclRecv(b, 100, ncclFloat32, (rank + size - 1) % size, world, compute));
+    double began = seconds();
+    while (seconds() < began + 1) check(cudaStreamQuery(compute) == cudaErrorNotReady, "all wait");
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (rank == 0) printf("all wait\n"), fflush(stdout);
+    MPI_Barrier(MPI_COMM_WORLD);
+    _Exit(0);
+}
+
 // ---- what is refused ---------------------------------------------------------------------------------------------------
 // Waits as a program would that looks at CUDA and at NCCL.
 static void wait_for_trouble(cudaStream_t s) {
@@ -316,6 +374,8 @@ static void mismatch(const char *how) {
         if (odd) nccl(ncclRecv(a, n, n == 99 ? ncclFloat32 : ncclInt32, 0, world, compute));
     } else if (!strcmp(how, "send alone") && odd)
         nccl(ncclSend(a, 100, ncclFloat32, 0, world, compute));
+    else if (!strcmp(how, "ring"))
+        shift(b, a, 100 - odd, 100, world, compute);
     else if (!strcmp(how, "op") && odd)
         nccl(ncclReduceScatter(b, a, 100, ncclFloat32, ncclSum, world, compute));
     else if (!strcmp(how, "root"))
@@ -414,18 +474,23 @@ static void aborted(void) {
 }
 
 // ---- streams -----------------------------------------------------------------------------------------------------------
-// What a missing order of streams does. Another stream adds up over all ranks what the compute stream wrote; then that uses it.
-static void missing(const char *what) {
+// What a missing order of streams does. Another stream adds up over all ranks what the compute stream wrote, or sends it
+// round; then that uses it.
+static void missing(const char *what, bool round) {
     float ones[100], zeros[100] = {0}, got[100], *a = device(400), *b = device(400);
+    float *c = round ? device(400) : a;
     cudaStream_t s = stream();
     for (int i = 0; i < 100; i++) ones[i] = 1;
     cuda(cudaMemcpy(a, zeros, 400, cudaMemcpyHostToDevice)),
         cuda(cudaMemcpy(b, zeros, 400, cudaMemcpyHostToDevice));
     cuda(cudaMemcpyAsync(a, ones, 400, cudaMemcpyHostToDevice, compute));
     if (strcmp(what, "before")) order(compute, s);
-    nccl(ncclAllReduce(a, a, 100, ncclFloat32, ncclSum, world, s));
+    if (round)
+        shift(c, a, 100, 100, world, s);
+    else
+        nccl(ncclAllReduce(a, c, 100, ncclFloat32, ncclSum, world, s));
     if (strcmp(what, "after")) order(s, compute);
-    cuda(cudaMemcpyAsync(b, a, 400, cudaMemcpyDeviceToDevice, compute));
+    cuda(cudaMemcpyAsync(b, c, 400, cudaMemcpyDeviceToDevice, compute));
     if (strcmp(what, "host"))
         cuda(cudaMemcpyAsync(got, b, 400, cudaMemcpyDeviceToHost, compute)),
             cuda(cudaStreamSynchronize(compute));
@@ -434,7 +499,7 @@ static void missing(const char *what) {
         cuda(cudaMemcpyAsync(got, b, 400, cudaMemcpyDeviceToHost, compute));
     }
     bool right = true;
-    for (int i = 0; i < 100; i++) right &= got[i] == (float)size;
+    for (int i = 0; i < 100; i++) right &= got[i] == (round ? 1 : (float)size);
     if (cudaDeviceSynchronize()) right = false;
     MPI_Allreduce(MPI_IN_PLACE, &right, 1, MPI_C_BOOL, MPI_LAND, MPI_COMM_WORLD);
     if (rank == 0) printf("%s\n", right ? "right" : "wrong");
@@ -536,12 +601,14 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "collectives")) collectives();
     if (!strcmp(mode, "several")) several();
     if (!strcmp(mode, "messages")) messages();
+    if (!strcmp(mode, "ring")) ring();
+    if (!strcmp(mode, "ring-in-turns")) ring_in_turns();
     if (!strcmp(mode, "mismatch")) mismatch(how);
     if (!strcmp(mode, "crossed")) crossed(how);
     if (!strcmp(mode, "touched")) touched(how);
     if (!strcmp(mode, "refused")) refused();
     if (!strcmp(mode, "aborted")) aborted();
-    if (!strcmp(mode, "missing")) missing(how);
+    if (!strcmp(mode, "missing")) missing(how, argc > 3);
     if (!strcmp(mode, "host-waits")) host_waits();
     if (!strcmp(mode, "polling")) polling();
     if (!strcmp(mode, "times")) times();

@@ -1094,6 +1094,171 @@ static void test_message_passes_others(void **state) {
     agree();
 }
 
+// ---- shifts -----------------------------------------------------------------------------------------------------------
+
+// A ring, on the host's memory or the device's, and the world ranks of its members.
+typedef struct {
+    Comm *c;
+    bool on_host;
+    int *member;
+} Circle;
+
+static int member_at(const Circle *l, int rank) {
+    return l->member[((rank % l->c->size) + l->c->size) % l->c->size];
+}
+static Work shift(const Circle *l, char *out, const char *in, size_t count, DType t) {
+    return (l->on_host ? comm_host_shift : comm_shift)(l->c, out, in, count, t);
+}
+
+// [bytes] of the memory in which the ring shifts, with what `with` has, in a copy that is queued; or with other things.
+static char *place(const Circle *l, const char *with, size_t bytes) {
+    char *p = l->on_host ? buffer(bytes) : device_alloc(MEM_COMMUNICATION, bytes);
+    if (l->on_host && with) memcpy(p, with, bytes);
+    if (l->on_host) return p;
+    char *made = with ? on_device(with, bytes) : NULL;
+    if (with)
+        device_copy(p, made, bytes), device_free(MEM_COMMUNICATION, made, bytes);
+    else
+        device_zero(p, bytes);
+    return p;
+}
+// Does it hold what this rank has brought? And no longer, afterwards.
+static bool holds(const Circle *l, char *p, size_t count, DType t, int who) {
+    size_t bytes = count * dtype_size(t);
+    char *want = brought(count, t, who);
+    bool same = l->on_host ? memcmp(p, want, bytes) == 0 : same_on_device(p, want, bytes);
+    l->on_host ? (void)memset(p, 0x33, bytes) : device_zero(p, bytes);
+    buffer_free(want, bytes);
+    return same;
+}
+static void give_back(const Circle *l, char *p, size_t bytes) {
+    if (l->on_host)
+        buffer_free(p, bytes);
+    else
+        device_free(MEM_COMMUNICATION, p, bytes);
+}
+
+// Some shifts in a row, of which each sends what the one before it brings; nobody waits in between.
+static void go_round(const Circle *l, size_t count, DType t, int times) {
+    Comm *c = l->c;
+    const size_t bytes = count * dtype_size(t);
+    char *mine = brought(count, t, l->member[c->rank]),
+         *buf[2] = {place(l, mine, bytes), place(l, NULL, bytes)};
+    CommCount before[COMM_OPS];
+    memcpy(before, c->count, sizeof before);
+    Work last = {0};
+    for (int i = 0; i < times; i++) {
+        last = shift(l, buf[(i + 1) % 2], buf[i % 2], count, t);
+        if ((i + world->rank) % 3 == 0) comm_progress();
+    }
+    comm_wait(last);
+    check(holds(l, buf[times % 2], count, t, member_at(l, c->rank - times)));
+    check(holds(l, buf[(times + 1) % 2], count, t, member_at(l, c->rank - times + 1))); // is left as it was
+    check(c->count[OP_SHIFT].calls == before[OP_SHIFT].calls + (uint64_t)times);
+    check(SENT(OP_SHIFT) == (c->size > 1 ? (size_t)times * bytes : 0));
+    give_back(l, buf[0], bytes), give_back(l, buf[1], bytes);
+    buffer_free(mine, bytes);
+}
+
+// Shifts this way round and that under way at the same time, with sums beside them, awaited by each rank in its own order.
+static void both_ways(const Circle *a, const Circle *b, Comm *sums) {
+    enum { WORKS = 9, COUNT = 20003, BYTES = COUNT * 4 };
+    const Circle *ring[] = {a, b};
+    char *in[WORKS], *out[WORKS], *mine = brought(COUNT, DTYPE_F32, world->rank);
+    char *sum = ring_sum(COUNT, DTYPE_F32, sums->size == world->size ? a->member : &world->rank, sums->size);
+    Work work[WORKS];
+    for (int i = 0; i < WORKS; i++) {
+        in[i] = place(a, mine, BYTES), out[i] = place(a, NULL, BYTES);
+        if (i % 3 < 2)
+            work[i] = shift(ring[i % 3], out[i], in[i], COUNT, DTYPE_F32);
+        else
+            work[i] = (a->on_host ? comm_host_all_reduce : comm_all_reduce)(sums, in[i], COUNT, DTYPE_F32);
+    }
+    for (int i = 0; i < WORKS; i++) comm_wait(work[world->rank % 2 ? WORKS - 1 - i : (5 * i) % WORKS]);
+    for (int i = 0; i < WORKS; i++) {
+        const Circle *l = ring[i % 3 % 2];
+        if (i % 3 == 2)
+            check(a->on_host ? memcmp(in[i], sum, BYTES) == 0 : same_on_device(in[i], sum, BYTES));
+        else
+            check(holds(l, out[i], COUNT, DTYPE_F32, member_at(l, l->c->rank - 1)) &&
+                  holds(l, in[i], COUNT, DTYPE_F32, world->rank));
+        give_back(a, in[i], BYTES), give_back(a, out[i], BYTES);
+    }
+    buffer_free(sum, BYTES);
+    buffer_free(mine, BYTES);
+}
+
+static Circle circle(int color, int key, const char *name, bool on_host) {
+    Circle l = {comm_ring(world, color, key, name), on_host, NULL};
+    l.member = calloc((size_t)l.c->size, sizeof *l.member);
+    comm_wait(comm_host_all_gather(l.c, l.member, &world->rank, (size_t)l.c->size, DTYPE_I32));
+    return l;
+}
+
+// Where rank 0 is late, its neighbours wait: the right one for what it sends, the left one until it takes.
+static void late_neighbour(const Circle *l) {
+    Comm *c = l->c;
+    double was = c->count[OP_SHIFT].exposed_ms;
+    char *in = place(l, NULL, 400), *out = place(l, NULL, 400);
+    if (!l->on_host) device_synchronize();
+    comm_wait(comm_barrier(c));
+    if (c->rank == 0) nanosleep(&(struct timespec){0, 50000000}, NULL);
+    comm_wait(shift(l, out, in, 100, DTYPE_F32));
+    if (!l->on_host) device_synchronize();
+    comm_list(NULL, 0);
+    if (c->rank == 1 || (c->rank != 0 && c->rank == c->size - 1))
+        check(c->count[OP_SHIFT].exposed_ms - was > 20);
+    give_back(l, in, 400), give_back(l, out, 400);
+}
+
+static void try_shifts(bool on_host) {
+    int before = comm_list(NULL, 0), rank = world->rank;
+    exact = true; // sums are not what is tried here
+    Circle ring[] = {circle(0, rank, "ring", on_host), circle(0, -rank, "back", on_host),
+                     circle(rank % 2, -rank, "half", on_host), circle(rank, 0, "alone", on_host)};
+    Comm *sums = comm_split(world, 0, 0, "sums");
+    check(ring[1].c->rank == world->size - 1 - rank && ring[3].c->size == 1 && !ring[0].c->parent);
+    const size_t slice = 512 << 10, counts[] = {0, 1, 2, 13, 1001, (size_t)world->size + 1};
+    for (int i = 0; i < 4; i++) {
+        for (DType t = DTYPE_F32; t <= DTYPE_U8; t++)
+            for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
+                go_round(&ring[i], counts[k], t, 1), go_round(&ring[i], counts[k], t, 2);
+        go_round(&ring[i], 777, DTYPE_F32, 2 * world->size + 1); // more than once round
+        go_round(&ring[i], slice / 4 + 1, DTYPE_F32, 1);         // around a slice,
+        go_round(&ring[i], slice / 2 - 1, DTYPE_BF16, 3);
+        if (on_host || i == 0) go_round(&ring[i], 5 * slice / 4 + 3, DTYPE_F32, 3); // more slices than lanes
+        go_round(&ring[i], 100, DTYPE_F64, 4);                                      // smaller again
+        for (int op = 0; op < COMM_OPS; op++)
+            check(op == OP_SHIFT || op == OP_ALL_GATHER || ring[i].c->count[op].calls == 0);
+    }
+    for (int i = 0; i < COMM_OPS; i++) check(ring[3].c->count[i].bytes == 0);
+    both_ways(&ring[0], &ring[1], sums);
+    late_neighbour(&ring[1]);
+    comm_free(sums);
+    for (int i = 3; i >= 0; i--) comm_free(ring[i].c), free(ring[i].member);
+    check(comm_list(NULL, 0) == before);
+    exact = false;
+}
+
+static void test_shifts(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    try_shifts(true);
+    agree();
+}
+
+static void test_shifts_on_a_device(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    comm_use(TRANSPORT_MPI);
+    try_shifts(false);
+    agree();
+    if (device_count() < comm_host().local_size) return;
+    comm_use(TRANSPORT_NCCL);
+    try_shifts(false);
+    agree();
+}
+
 // ---- other ways to start and to end, for test_comm.py ---------------------------------------------------------------
 
 static volatile sig_atomic_t caught;
@@ -1128,6 +1293,40 @@ static void pipeline(bool on_device, const char *what) {
         if (me > 0) comm_wait(comm_send(left[me - 1], x, 100, DTYPE_F32));
         if (on_device) device_synchronize();
     }
+}
+
+// Some shifts round a ring, until rank 2 does not come to the third one, or with another count, or leaves it out; or all do
+// not wait for the first, and look.
+static void shifts(const char *memory, const char *what) {
+    const int me = world->rank;
+    Comm *ring = comm_ring(world, 0, 0, "ring");
+    bool unawaited = strcmp(what, "unawaited") == 0;
+    char *mine = brought(100, DTYPE_F32, me), *in = on_device(mine, 400),
+         *out = device_alloc(MEM_COMMUNICATION, 400);
+    char *want = brought(100, DTYPE_F32, (me + world->size - 1) % world->size), *seen = on_device(mine, 400);
+    for (int i = 0; i < 3; i++) {
+        if (i == 2 && me == 2 && strcmp(what, "stopped") == 0) sleep(1), raise(SIGSTOP); // a report has come
+        if (i == 2 && me == 2 && strcmp(what, "asleep") == 0) pause();
+        if (i == 2 && me == 2 && strcmp(what, "left-out") == 0) continue;
+        size_t count = i == 2 && me == 2 && strcmp(what, "count") == 0 ? 99 : 100;
+        Work w = (*memory == 'h' ? comm_host_shift : comm_shift)(ring, out, in, count, DTYPE_F32);
+        if (unawaited && i == 0) {
+            device_copy(seen, out, 400);
+            device_synchronize();
+            bool right = same_on_device(seen, want, 400);
+            comm_wait(w);
+            right = comm_all_true(world, right);
+            if (me == 0) puts(right ? "right" : "wrong");
+        }
+        comm_wait(w);
+        if (*memory != 'h') device_synchronize();
+        if (unawaited) check(same_on_device(out, want, 400));
+    }
+    device_free(MEM_COMMUNICATION, seen, 400);
+    device_free(MEM_COMMUNICATION, out, 400);
+    device_free(MEM_COMMUNICATION, in, 400);
+    buffer_free(want, 400);
+    buffer_free(mine, 400);
 }
 
 static bool dealt; // to three hosts in turn, for mode "hosts"
@@ -1199,6 +1398,13 @@ static int show(const char *mode, int argc, char **argv) {
         watchdog_stop();
         if (last) puts("through");
     }
+    if (strcmp(mode, "ring") == 0) { // the same
+        device_open(launch_local_rank());
+        watchdog_start(world, 2);
+        comm_use(strcmp(argv[2], "nccl") == 0 ? TRANSPORT_NCCL : TRANSPORT_MPI);
+        shifts(argv[2], argv[3]);
+        watchdog_stop();
+    }
     if (strcmp(mode, "start") == 0) {
         char line[512], *end = line;
         end += sprintf(end, "rank %d of %d, %d threads, omp %d, cores", world->rank, world->size, threads,
@@ -1265,9 +1471,12 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_channels),
         cmocka_unit_test(test_channels_on_a_device),
         cmocka_unit_test(test_message_passes_others),
+        cmocka_unit_test(test_shifts),
+        cmocka_unit_test(test_shifts_on_a_device),
     };
     // A rank that leaves a test must not leave the others waiting.
     setenv("CMOCKA_TEST_ABORT", "1", 1);
+    if (getenv("TESTS")) cmocka_set_test_filter(getenv("TESTS"));
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     comm_finalize();
     return failed != 0;

@@ -37,12 +37,12 @@ def mpirun(n, program, *arguments, options=(), **env):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_collectives(program, ranks):
     r = run_program(program, [], ranks)
-    assert r.code == 0 and "[  PASSED  ] 23 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 25 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 def test_collectives_without_mpi(program_without_mpi):
     r = run_program(program_without_mpi, [])
-    assert r.code == 0 and "[  PASSED  ] 23 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 25 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 # ---- on a device's memory, which here is the emulator's -----------------------------------------------------------
@@ -51,7 +51,20 @@ def test_collectives_without_mpi(program_without_mpi):
 def test_collectives_on_a_device(program_on_emulator, ranks, seed):
     """In three orders of its streams: the compute stream first, the others first, any."""
     r = run_program(program_on_emulator, [], ranks, env={"EMU_SEED": str(seed)})
-    assert r.code == 0 and "[  PASSED  ] 23 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 25 test(s)" in r.stdout + r.stderr, f"{r}"
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_shifts_in_larger_rings(program, ranks):
+    r = run_program(program, [], ranks, env={"TESTS": "test_shifts"})
+    assert r.code == 0 and "[  PASSED  ] 1 test(s)" in r.stdout + r.stderr, f"{r}"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["mpi", "nccl"])
+def test_a_shift_that_nobody_waits_for_shows(program_on_emulator, transport, seed):
+    r = run_program(program_on_emulator, ["ring", transport, "unawaited"], 3, env={"EMU_SEED": str(seed)})
+    assert (r.code, r.stdout, r.stderr) == (0, "wrong\n", ""), f"{r}"
 
 
 @pytest.mark.parametrize("how", ["asleep", "stopped"])
@@ -96,6 +109,31 @@ def test_a_slow_pipeline_is_not_stuck(program):
     """Two of its ranks go on for long, and the others wait for them, in turn, for longer than the timeout."""
     r = run_program(program, ["pipeline", "host", "slow"], 4, timeout=40)
     assert (r.code, r.stdout, r.stderr) == (0, "through\n", ""), f"{r}"
+
+
+# ---- a ring that does not move ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "memory, how",
+    [("host", how) for how in ("asleep", "stopped", "count", "left-out")]
+    + [("nccl", how) for how in ("asleep", "count", "left-out")]
+    + [("mpi", "asleep")],
+)
+def test_who_is_missing_in_a_ring(program, program_on_emulator, memory, how):
+    """Rank 2 does not come to a shift. 3 waits for what it sends, 1 until it takes, and 0 has a shift that is whole."""
+    r = run_program(program if memory == "host" else program_on_emulator, ["ring", memory, how], 4, timeout=40)
+    group = "ring on NCCL" if memory == "nccl" else "ring"
+    last = rf"it last started shift 2 of {group} \(100 fp32\)"
+    said = {
+        "asleep": f"has not come; {last}",
+        "stopped": rf"has not been heard of for .* s \(stopped, or its host is gone\); by its last report, {last}",
+        "count": rf"is out of order: it waits in shift 3 of {group} \(99 fp32\)",
+        "left-out": r"is out of order: it waits in barrier 3 of world",
+    }[how]
+    waits = rf"rank [013] has waited \d\.\d s in (shift 3 of {group} \(100 fp32\)|barrier 3 of world)"
+    line = f"train: rank 2 {said}; {waits}\n"
+    if (memory, how) == ("nccl", "count"):  # the emulator's NCCL looks itself
+        line = r"(train: rank [0-3]: .*rank 3 is in receive 7 \(100 float32, from 2\) where rank 2 is in send 7 \(99 .*\n)+"
+    assert r.code == 3 and re.fullmatch(line, r.stderr), f"{r}"
 
 
 # ---- how a job ends -----------------------------------------------------------------------------------------------

@@ -128,18 +128,23 @@ def test_questions_are_cheap():
 
 
 # ---- streams that lie in wait --------------------------------------------------------------------------------------
+WHAT = pytest.mark.parametrize("what", ([], ["round"]), ids=("sum", "ring"))
+
+
+@WHAT
 @pytest.mark.parametrize("seed", SEEDS)
-def test_with_all_events_all_is_right(seed):
-    assert done(2, "missing", "none", EMU_SEED=seed) == ["right"]
+def test_with_all_events_all_is_right(seed, what):
+    assert done(2, "missing", "none", *what, EMU_SEED=seed) == ["right"]
 
 
-def test_a_missing_event_shows():
-    """Before the collective and after it; and a host that reads before it has waited."""
-    code, lines, _ = run(2, "missing", "before", EMU_SEED=2)
+@WHAT
+def test_a_missing_event_shows(what):
+    """Before the collective, or what goes round a ring, and after it; and a host that reads before it has waited."""
+    code, lines, _ = run(2, "missing", "before", *what, EMU_SEED=2)
     assert code and "its input was written while it was under way: is a wait or an event missing?" in lines[0], lines
-    assert done(2, "missing", "after", EMU_SEED=1) == ["wrong"]
+    assert done(2, "missing", "after", *what, EMU_SEED=1) == ["wrong"]
     for seed in (1, 2):
-        assert done(2, "missing", "host", EMU_SEED=seed) == ["wrong"]
+        assert done(2, "missing", "host", *what, EMU_SEED=seed) == ["wrong"]
 
 
 # ---- NCCL ----------------------------------------------------------------------------------------------------------
@@ -166,6 +171,17 @@ def test_messages(ranks, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+def test_a_ring(ranks, seed):
+    """A send and a receive in one group of calls; of two ranks, both are with the same one."""
+    done(ranks, "ring", EMU_SEED=seed)
+
+
+def test_a_ring_needs_groups_of_calls():
+    assert run(3, "ring-in-turns")[1] == ["all wait"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_device_goes_on_while_the_host_waits_for_messages(seed):
     assert done(3, "host-waits", EMU_SEED=seed) == ["came 7"]
 
@@ -181,6 +197,7 @@ MISMATCHES = {
     "receive count": ("receive 2 (99 float32, from 0)", "send 2 (100 float32, to 1)"),
     "receive type": ("receive 2 (100 int32, from 0)", "send 2 (100 float32, to 1)"),
     "send alone": ("send 2 (100 float32, to 0)", "all-reduce 2 (100 float32)"),
+    "ring": ("send 3 (99 float32, to 0)", "receive 3 (100 float32, from 1)"),
 }
 
 

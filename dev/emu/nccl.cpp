@@ -2,8 +2,9 @@
 //
 // A call is a piece of work on its stream. When its turn comes it reads its input; then ranks exchange, while other streams
 // and the host go on (each question of the program polls it once); at its end it writes its output. A send or a receive is one
-// such message. Every collective is the same walk, of which it takes one half or both. For 3 ranks, each with an input of
-// shards a b c:
+// such message, and over at both ends at once: a ring of ranks that first send and then receive waits for ever, unless both are
+// in one ncclGroupStart … ncclGroupEnd. Every collective is the same walk, of which it takes one half or both. For 3 ranks, each
+// with an input of shards a b c:
 //
 //                  rank 0      rank 1      rank 2
 //     reduce       a0+a1+a2    b0+b1+b2    c0+c1+c2       all-reduce, reduce-scatter; reduce: the root's shard is everything
@@ -309,7 +310,9 @@ void post(bool sends, char *at, size_t n, int rank, const ncclComm *comm, std::v
     for (size_t i = 0; i < n; i += MOST_BYTES) {
         int bytes = (int)std::min(MOST_BYTES, n - i);
         requests.push_back(MPI_REQUEST_NULL);
-        if (sends)
+        if (sends && tags == TAG_MESSAGE)
+            PMPI_Issend(at + i, bytes, MPI_BYTE, world, tag, MPI_COMM_WORLD, &requests.back());
+        else if (sends)
             PMPI_Isend(at + i, bytes, MPI_BYTE, world, tag, MPI_COMM_WORLD, &requests.back());
         else
             PMPI_Irecv(at + i, bytes, MPI_BYTE, world, tag, MPI_COMM_WORLD, &requests.back());
