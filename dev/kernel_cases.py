@@ -427,3 +427,33 @@ def naive_attention_forward(a, s):
 @case
 def naive_attention_backward(a, s):
     return attention_backward(a, s, "p")
+
+
+# ---- what a ring of keys and values (cp_ring.c) does beside attention: k and v of a row of q, k and v ----------------
+def ring(s):
+    """(where k begins, a row, k and v), in elements"""
+    return s.H * s.D, (s.H + 2 * s.KV) * s.D, 2 * s.KV * s.D
+
+
+@case
+def rows_pack(a, s):
+    k, row, C = ring(s)
+    args = [a.floatX(s.N * C), a.floatX(s.N * row) + k * a.floatX_bytes, row, s.N, C]
+    return Case("", args, 2 * s.N * C * a.floatX_bytes)
+
+
+@case
+def rows_add(a, s):
+    k, row, C = ring(s)
+    return Case("", [a.f32(s.N * row) + 4 * k, row, a.f32(s.N * C), s.N, C], 12 * s.N * C)
+
+
+@case
+def rows_round(a, s):
+    n = s.N * ring(s)[1]
+    return Case("", [a.floatX(n), a.f32(n), n], n * (4 + a.floatX_bytes))
+
+
+@case
+def rows_fill(a, s):
+    return Case("", [a.f32(s.N * s.H), 0.0, s.N * s.H], 4 * s.N * s.H)

@@ -178,6 +178,18 @@ void naive_attention_backward(floatX *dq, floatX *dk, floatX *dv, const floatX *
 size_t naive_attention_workspace(AttentionShape s);
 
 // ---------------------------------------------------------------------------------------------------------
+// rows: what a ring of keys and values (cp_ring.c) packs, sums and rounds. Rows of C elements stand `stride` ≥ C apart,
+// where they are part of wider ones, and begin anywhere in them.
+// out [N,C] = the first C of each row of in [N,stride]
+void rows_pack(floatX *out, const floatX *in, size_t stride, size_t N, size_t C);
+// the first C of each row of sum [N,stride] += part [N,C], fp32
+void rows_add(float *sum, size_t stride, const float *part, size_t N, size_t C);
+// out [n] = in [n] rounded to floatX; out may be in (fp32 builds)
+void rows_round(floatX *out, const float *in, size_t n);
+// x [n] = value
+void rows_fill(float *x, float value, size_t n);
+
+// ---------------------------------------------------------------------------------------------------------
 // The MLP's non-linearity; one signature for both, so that the block can hold either by pointer.
 // gelu (tanh form, Hendrycks & Gimpel 2016): out [N,F], inp [N,F].
 // swiglu (Shazeer 2020): out [N,F] = silu(gate) · up; inp [N,2F] with gate in channels 0..F, up in F..2F.

@@ -56,12 +56,13 @@ def fitted(name, precision, key, axis, at):
 
 
 # bf16 beside fp32: a thread takes 4 elements of both, 8 bytes and 16, so that a warp leaves no gap in either.
-IN_16 = {("adamw_update", "bf16"): 24 / 28, ("gradient_accumulate", "bf16"): 8 / 12}
+IN_16 = {("adamw_update", "bf16"): 24 / 28, ("gradient_accumulate", "bf16"): 8 / 12, ("rows_round", "bf16"): 4 / 6}
 
 
 @pytest.mark.parametrize("name, axis, at", [
     ("gelu_forward", "T", 16384), ("gelu_backward", "T", 16384), ("swiglu_forward", "T", 16384),
-    ("swiglu_backward", "T", 16384), ("residual_forward", "T", 16384),
+    ("swiglu_backward", "T", 16384), ("residual_forward", "T", 16384), ("rows_pack", "T", 16384), ("rows_add", "T", 16384),
+    ("rows_round", "T", 16384), ("rows_fill", "T", 16384),
     ("adamw_update", "n", 1 << 23), ("gradient_accumulate", "n", 1 << 23), ("grad_norm_squared", "n", 1 << 23)])
 def test_each_element_once(precision, name, axis, at):
     operands, over, _ = fitted(name, precision, "operands", axis, at)

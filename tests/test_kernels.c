@@ -405,6 +405,36 @@ static void test_rope(void **unused) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
+static void test_rows(void **unused) {
+    (void)unused;
+    EACH_SIZE(N, C) {
+        size_t stride = 3 + C + 5, first = 3, n = N * C, wide = N * stride;
+        const floatX *in = random_array(wide);
+        float *sum0 = poisoned32(wide), *part = poisoned32(n);
+        for (size_t i = 0; i < wide; i++) sum0[i] = (float)uniform();
+        for (size_t i = 0; i < n; i++) part[i] = (float)uniform();
+        EACH_THREADS(k) {
+            floatX *out = poisoned(n), *halved = poisoned(n);
+            float *sum = copy(sum0, wide * sizeof *sum), *x = poisoned32(n);
+            rows_pack(out, in + first, stride, N, C);
+            rows_add(sum + first, stride, part, N, C);
+            rows_round(halved, part, n);
+            rows_fill(x, -INFINITY, n);
+            for (size_t i = 0; i < n; i++) {
+                assert_memory_equal(out + i, in + i / C * stride + first + i % C, sizeof *out);
+                assert_true(to_float(halved[i]) == to_float(to_floatX(part[i])));
+                assert_true(x[i] == -INFINITY);
+            }
+            for (size_t i = 0; i < wide; i++) {
+                size_t row = i / stride, channel = i % stride - first; // before first: very large
+                assert_true(sum[i] == sum0[i] + (channel < C ? part[row * C + channel] : 0.0f));
+            }
+        }
+        release(0);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
 static const double EDGES[] = {0.0, -0.0, 1e-30, -1e-30, 16.0, -16.0, 88.0, -88.0,
                                1e4, -1e4, 1e15,  -1e15,  1e20, -1e20, 1e30};
 
@@ -751,6 +781,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_norms),
         cmocka_unit_test(test_residual),
         cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_rows),
         cmocka_unit_test(test_gelu),
         cmocka_unit_test(test_swiglu),
         cmocka_unit_test(test_cross_entropy),
