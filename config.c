@@ -42,6 +42,7 @@ Config config = {
     .ranks = NOT_GIVEN,
     .dp = NOT_GIVEN,
     .tp = 1,
+    .cp = 1,
     .pp = 1,
     .virtual_stages = NOT_GIVEN,
     .schedule = SCHEDULE_1F1B,
@@ -82,7 +83,8 @@ static const Preset presets[] = { // in the order of PRESET_NAMES
 
 #define SCHEDULES_AND_ALIAS SCHEDULES "|gpipe"
 #define COUNT 1e12 // more than any count of anything here
-enum { MOST_LAYERS = 10000, MOST_ACCUM = 1000000, MOST_RANKS = 1000000000 };
+enum { MOST_LAYERS = 10000, MOST_SEQ = 10000000, MOST_ACCUM = 1000000 };
+enum { MOST_STARTED = 100000, MOST_RANKS = 1000000000 }; // ranks; the second where nothing runs
 static const Flag flags[] = {
     {"model", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"model",      FLAG_CHOICE, &config.model, "preset; a flag beside it overrides its value", 0, 0, PRESET_NAMES},
@@ -93,7 +95,7 @@ static const Flag flags[] = {
     {"hidden",     FLAG_INT,  &config.hidden, "channels of the residual stream", 1, 1e6, NULL},
     {"ffn",        FLAG_INT,  &config.ffn, "channels inside the MLP", 1, 1e7, NULL},
     {"vocab",      FLAG_INT,  &config.vocab, "tokens in the vocabulary; else as the data has it", 1, 1e7, NULL},
-    {"seq",        FLAG_INT,  &config.seq, "tokens a sequence (T)", 1, 1e7, NULL},
+    {"seq",        FLAG_INT,  &config.seq, "tokens a sequence (T)", 1, MOST_SEQ, NULL},
     {"rope-theta", FLAG_REAL, &config.rope_theta, "base of the rotary angles (llama)", 1, 1e12, NULL},
     {"tie",        FLAG_SWITCH, &config.tie, "the head shares the embedding's weights (gpt2 always does)", 0, 0, NULL},
     {"data", FLAG_GROUP, NULL, "", 0, 0, NULL},
@@ -113,12 +115,14 @@ static const Flag flags[] = {
     {"weight-decay", FLAG_REAL, &config.weight_decay, "of matrices", 0, 1e3, NULL},
     {"grad-clip",    FLAG_REAL, &config.grad_clip, "largest gradient norm; 0: none", 0, 1e9, NULL},
     {"parallel", FLAG_GROUP, NULL, "", 0, 0, NULL},
-    {"ranks",      FLAG_INT, &config.ranks, "start this many ranks here, under mpirun", 1, 1e5, NULL},
+    {"ranks",      FLAG_INT, &config.ranks, "start this many ranks here, under mpirun", 1, MOST_STARTED, NULL},
     {"dp",         FLAG_INT, &config.dp, "data-parallel ranks; follows from the rest", 1, 1e5, NULL},
-    {"zero",       FLAG_INT, &config.zero, "shard over dp: 1 the optimizer, 2 gradients too, 3 weights too; with --pp best 1: 2 and 3 send every micro-batch", 0, 3, NULL},
+    {"zero",       FLAG_INT, &config.zero, "shard over dp and cp: 1 the optimizer, 2 gradients too, 3 weights too; with --pp best 1: 2 and 3 send every micro-batch", 0, 3, NULL},
     {"bucket-mb",  FLAG_REAL, &config.bucket_mb, "merge neighbouring blocks' buckets up to N MB of weights", 0, 1e6, NULL},
     {"tp",         FLAG_INT, &config.tp, "tensor-parallel ranks: they share every matrix", 1, 1e4, NULL},
     {"sp",         FLAG_SWITCH, &config.sp, "and the rows between the matrices (sequence parallelism)", 0, 0, NULL},
+    {"cp",         FLAG_INT, &config.cp, "context-parallel ranks: they share every sequence", 1, 1e4, NULL},
+    {"cp-order",   FLAG_CHOICE, &config.cp_order, "how a sequence is cut; zigzag gives all ranks the same work", 0, 0, CP_ORDERS},
     {"pp",         FLAG_INT, &config.pp, "pipeline-parallel ranks: each holds some of the layers", 1, 1e4, NULL},
     {"schedule",   FLAG_CHOICE, &config.schedule, "order of work in a pipeline; gpipe is afab", 0, 0, SCHEDULES_AND_ALIAS},
     {"virtual-stages", FLAG_INT, &config.virtual_stages, "stages a rank (interleaved)", 1, MOST_CHUNKS, NULL},
@@ -248,7 +252,7 @@ static void must_divide(const char *flag, long x, const char *by, long step) {
 
 // Sizes are counted in 64 bits. What would not fit there is refused, in a dry run too, before it is multiplied.
 static void check_countable(const Config *c) {
-    double rows = (double)c->micro_batch * (double)c->seq, C = (double)c->hidden, F = (double)c->ffn;
+    double rows = (double)c->micro_batch * (double)c->local_seq, C = (double)c->hidden, F = (double)c->ffn;
     double scores = (double)c->heads * (c->attention == ATTENTION_NAIVE ? (double)c->seq : 1);
     double activations = rows * ((double)c->layers * (16 * C + 6 * F + scores) + 2 * (double)c->vocab);
     double parameters =
@@ -269,26 +273,10 @@ static void check_countable(const Config *c) {
                  c->batch_tokens == NOT_GIVEN ? "accum" : "batch-tokens",
                  c->batch_tokens == NOT_GIVEN ? c->accum : c->batch_tokens, c->accum, c->pp * c->virtual_stages,
                  MOST_PASSES);
-    double tokens = rows * (double)c->accum * (double)c->dp;
+    double tokens = rows * (double)c->accum * (double)c->dp_cp;
     if (tokens > 1e18)
         fail_all(EXIT_USAGE, "--micro-batch %ld --accum %ld --dp %ld: %.1e tokens a step; nearest: fewer",
                  c->micro_batch, c->accum, c->dp, tokens);
-}
-
-// Flash attention on a GPU takes heads of so many channels at most.
-static void check_heads(const Config *c) {
-    size_t D = (size_t)(c->hidden / c->heads), most = flash_attention_most_channels();
-    if (c->attention != ATTENTION_FLASH || D <= most) return;
-    long heads = (c->hidden - 1) / (long)most + 1; // the fewest that make a head small enough, and are legal
-    while (heads < c->hidden && (c->hidden % heads != 0 || heads % c->kv_heads != 0 ||
-                                 (c->arch == ARCH_LLAMA && c->hidden / heads % 2 != 0)))
-        heads++;
-    char nearest[48] = "";
-    if (heads < c->hidden) snprintf(nearest, sizeof nearest, "--heads %ld, or ", heads);
-    fail_all(EXIT_USAGE,
-             "--hidden %ld: %zu channels a head; flash attention on this device takes %zu at most; nearest: "
-             "%s--attention naive",
-             c->hidden, D, most, nearest);
 }
 
 // Why so many tensor-parallel ranks cannot share this model evenly; NULL: they can.
@@ -307,35 +295,57 @@ static const char *tp_fault(const Config *c, long tp) {
     return fault;
 }
 
-static void check_tp(Config *c) {
-    if (tp_fault(c, c->tp)) {
-        long below = c->tp - 1, above = c->tp + 1; // 1 is always right
-        while (tp_fault(c, below)) below--;
-        while (above <= c->heads && tp_fault(c, above)) above++;
-        char more[32] = "";
-        if (above <= c->heads) snprintf(more, sizeof more, " or %ld", above);
-        fail_all(EXIT_USAGE, "--tp %ld %s; nearest: %ld%s", c->tp, tp_fault(c, c->tp), below, more);
-    }
-    if (c->tp == 1) c->sp = false; // all rows are one rank's
-    if (!c->sp || c->seq % c->tp == 0) return;
-    long below = c->seq / c->tp * c->tp, above = below + c->tp;
-    bool longer = c->arch == ARCH_LLAMA || above <= c->positions ||
-                  !(c->init || c->resume); // has the file such positions?
-    char nearest[48];
-    if (below == 0 || !longer)
-        snprintf(nearest, sizeof nearest, "%ld", below ? below : above);
-    else
-        snprintf(nearest, sizeof nearest, "%ld or %ld", below, above);
-    fail_all(EXIT_USAGE, "--seq %ld: --sp cuts it into --tp %ld equal parts; nearest: %s", c->seq, c->tp,
-             nearest);
+// Those that one data-parallel rank takes of the world.
+static long inner_ranks(const Config *c) {
+    return c->tp * c->cp * c->pp;
 }
 
 // The ranks of the run. One process answers for any number where nothing runs.
 static long run_size(const Config *c) {
     bool asks = c->dry_run || c->explain;
     if (c->ranks != NOT_GIVEN) return c->ranks;
-    if (asks && c->dp != NOT_GIVEN) return c->dp * c->tp * c->pp;
-    return asks && launch_size() == 1 ? c->tp * c->pp : launch_size();
+    long inner = inner_ranks(c);
+    if (asks && c->dp != NOT_GIVEN) return c->dp * inner;
+    return asks && launch_size() == 1 ? inner : launch_size();
+}
+
+// What the length of a sequence must be a multiple of: each rank of cp has an equal part of it, two (zigzag) or one, and --sp
+// cuts that among tp.
+static long sequence_unit(const Config *c) {
+    long unit = c->sp ? c->tp : 1;
+    if (c->cp > 1 && c->cp_order == ORDER_ZIGZAG && unit % 2 != 0) unit *= 2;
+    return c->cp * unit;
+}
+
+// Would so many do: for the model, and (fit) for the ranks and the sequence as they are?
+static bool tp_would_do(const Config *c, long tp, bool fit) {
+    Config o = *c;
+    o.tp = tp;
+    return !tp_fault(c, tp) &&
+           (!fit || (run_size(&o) % inner_ranks(&o) == 0 && c->seq % sequence_unit(&o) == 0));
+}
+
+static void check_tp(Config *c) {
+    if (tp_fault(c, c->tp)) {
+        bool fit = false; // where no number does, that is another fault
+        for (long tp = 1; tp <= c->heads; tp++) fit |= tp_would_do(c, tp, true);
+        long below = c->tp - 1, above = c->tp + 1;
+        while (below > 0 && !tp_would_do(c, below, fit)) below--;
+        while (above <= c->heads && !tp_would_do(c, above, fit)) above++;
+        char nearest[64];
+        if (below > 0 && above <= c->heads)
+            snprintf(nearest, sizeof nearest, "%ld or %ld", below, above);
+        else
+            snprintf(nearest, sizeof nearest, "%ld", below > 0 ? below : above);
+        fail_all(EXIT_USAGE, "--tp %ld %s; nearest: %s", c->tp, tp_fault(c, c->tp), nearest);
+    }
+    if (c->tp == 1) c->sp = false; // all rows are one rank's
+}
+
+// Do dp, tp, cp and pp make the run's ranks?
+static bool grid_agrees(const Config *c) {
+    long world = run_size(c), inner = inner_ranks(c);
+    return c->dp == NOT_GIVEN ? world % inner == 0 : world == c->dp * inner;
 }
 
 // The schedule's name, and how many stages a rank has of it.
@@ -351,35 +361,64 @@ static void check_schedule(Config *c) {
                  v == 1 ? "1f1b" : "interleaved");
 }
 
-// Could the pipeline have so many ranks, if dp follows? Micro-batches that fit neither it nor c are another fault.
-static bool pp_fits(const Config *c, long pp) {
-    Config other = *c;
-    other.pp = pp;
-    long world = run_size(&other), dp = world / (c->tp * pp), accum = c->accum;
-    if (dp * c->tp * pp != world || (pp > 1 && pp * c->virtual_stages > c->layers)) return false;
+// Would another pipeline than c's do, if dp follows? Micro-batches that fit neither are another fault.
+static bool pp_fits(const Config *c, const Config *other) {
+    long world = run_size(other), inner = inner_ranks(other), dp = world / inner, accum = c->accum;
+    if (dp * inner != world || other->pp * other->virtual_stages > other->layers) return false;
     if (c->batch_tokens != NOT_GIVEN) accum = c->batch_tokens / (c->micro_batch * c->seq * dp);
-    return pp_accepts(&other, accum) || !pp_accepts(c, accum);
+    return pp_accepts(other, accum) || !pp_accepts(c, accum);
+}
+
+// Takes from tp, cp and pp of another grid than c's what must go for it to be legal, if dp follows. 1 always is.
+static void make_legal(const Config *c, Config *o) {
+    while (run_size(o) % o->tp != 0 || tp_fault(o, o->tp) || (o->sp && o->seq % o->tp != 0)) o->tp--;
+    while (run_size(o) % (o->tp * o->cp) != 0 || o->seq % sequence_unit(o) != 0) o->cp--;
+    while (o->pp > 1 && !pp_fits(c, o)) o->pp--;
+}
+
+static void add_flag(char *flags, size_t size, const char *name, long value) {
+    size_t n = strlen(flags);
+    snprintf(flags + n, size - n, "%s--%s %ld", n ? " " : "", name, value);
+}
+
+// What of the world one data-parallel rank takes, as flags: "--tp 2 --pp 4".
+static const char *inner_flags(const Config *c) {
+    static char flags[96];
+    flags[0] = '\0';
+    if (c->tp > 1 || inner_ranks(c) == 1) add_flag(flags, sizeof flags, "tp", c->tp);
+    if (c->cp > 1) add_flag(flags, sizeof flags, "cp", c->cp);
+    if (c->pp > 1) add_flag(flags, sizeof flags, "pp", c->pp);
+    return flags;
+}
+
+// What makes another grid of c's, as flags.
+static const char *changed_flags(const Config *c, const Config *other) {
+    static char flags[96];
+    long dp = run_size(other) / inner_ranks(other);
+    flags[0] = '\0';
+    if (other->tp != c->tp) add_flag(flags, sizeof flags, "tp", other->tp);
+    if (other->cp != c->cp) add_flag(flags, sizeof flags, "cp", other->cp);
+    if (other->pp != c->pp) add_flag(flags, sizeof flags, "pp", other->pp);
+    if (flag_given(&config.dp) && c->dp != dp) add_flag(flags, sizeof flags, "dp", dp);
+    return flags;
 }
 
 // More stages than layers. Names a pipeline that has not, and the layers for this one.
 static void refuse_stages(const Config *c) {
-    long stages = c->pp * c->virtual_stages, pp = c->pp - 1, v = c->layers / c->pp;
-    char given[64] = "", nearest[64], layers[40] = "";
+    long stages = c->pp * c->virtual_stages, v = c->layers / c->pp;
+    char given[64] = "", nearest[112], layers[40] = "";
     if (flag_given(&config.virtual_stages))
         snprintf(given, sizeof given, " --virtual-stages %ld", c->virtual_stages);
     else if (c->virtual_stages > 1)
         snprintf(given, sizeof given, " --schedule %s", flag_choice(SCHEDULES, c->schedule));
-    while (pp > 1 && !pp_fits(c, pp)) pp--;
     Config other = *c;
-    other.pp = pp;
-    long dp = run_size(&other) / (c->tp * pp);
+    other.pp--;
+    make_legal(c, &other);
     if (c->schedule == SCHEDULE_INTERLEAVED && v >= 2)
         snprintf(nearest, sizeof nearest, "--virtual-stages %ld", v);
-    else if (c->dp != NOT_GIVEN && c->dp != dp && dp > 0)
-        snprintf(nearest, sizeof nearest, "--pp %ld --dp %ld", pp, dp);
     else
-        snprintf(nearest, sizeof nearest, "--pp %ld", pp);
-    if (!c->init && !c->resume && stages <= MOST_LAYERS)
+        snprintf(nearest, sizeof nearest, "%s", changed_flags(c, &other));
+    if (!c->init && !c->resume && stages <= MOST_LAYERS && grid_agrees(c))
         snprintf(layers, sizeof layers, ", or --layers %ld", stages);
     fail_all(EXIT_USAGE, "--pp %ld%s: %ld stages, and --layers %ld; nearest: %s%s", c->pp, given, stages,
              c->layers, nearest, layers);
@@ -394,50 +433,106 @@ static void check_pp(Config *c) {
     c->virtual_stages = 1;
 }
 
-// What of the world one data-parallel rank takes, as flags: "--tp 2 --pp 4".
-static const char *inner_flags(long tp, long pp) {
-    static char flags[64];
-    if (pp == 1)
-        snprintf(flags, sizeof flags, "--tp %ld", tp);
-    else if (tp == 1)
-        snprintf(flags, sizeof flags, "--pp %ld", pp);
+// Who cuts a sequence, in words.
+static const char *sequence_cuts(const Config *c) {
+    static char cuts[160];
+    bool zigzag = c->cp_order == ORDER_ZIGZAG;
+    int n = 0;
+    if (c->cp > 1)
+        n = snprintf(cuts, sizeof cuts, "--cp-order %s cuts it into %s--cp %ld equal parts",
+                     flag_choice(CP_ORDERS, c->cp_order), zigzag ? "2 · " : "", c->cp);
+    if (c->cp > 1 && c->sp)
+        snprintf(cuts + n, sizeof cuts - (size_t)n, ", and --sp each rank's tokens into --tp %ld", c->tp);
+    else if (c->sp)
+        snprintf(cuts, sizeof cuts, "--sp cuts it into --tp %ld equal parts", c->tp);
+    return cuts;
+}
+
+// A sequence that cannot be cut as it should. One that is shorter than that has parts needs fewer ranks.
+static void refuse_sequence(const Config *c) {
+    long unit = sequence_unit(c), below = c->seq / unit * unit, above = below + unit;
+    bool longer = c->arch == ARCH_LLAMA || above <= c->positions ||
+                  !(c->init || c->resume); // has the file such positions?
+    longer = longer && above <= MOST_SEQ;
+    char nearest[160], more[40] = "";
+    Config other = *c;
+    if (c->cp > 1)
+        other.cp--;
     else
-        snprintf(flags, sizeof flags, "--tp %ld --pp %ld", tp, pp);
-    return flags;
+        other.tp--;
+    make_legal(c, &other);
+    if (below > 0 && longer) snprintf(more, sizeof more, " or %ld", above);
+    if (below == 0 && longer && grid_agrees(c)) snprintf(more, sizeof more, ", or --seq %ld", above);
+    if (below > 0)
+        snprintf(nearest, sizeof nearest, "%ld%s", below, more);
+    else if (c->cp == 1 && longer)
+        snprintf(nearest, sizeof nearest, "%ld", above);
+    else
+        snprintf(nearest, sizeof nearest, "%s%s", changed_flags(c, &other), more);
+    fail_all(EXIT_USAGE, "--seq %ld: %s; nearest: %s", c->seq, sequence_cuts(c), nearest);
+}
+
+static void check_cp(Config *c) {
+    if (c->cp == 1) c->cp_order = ORDER_CONTIGUOUS; // a sequence is one part
+    if (c->cp > 1 && c->attention == ATTENTION_NAIVE) {
+        bool flash = (size_t)(c->hidden / c->heads) <= flash_attention_most_channels();
+        Config alone = *c;
+        alone.cp = 1;
+        fail_all(EXIT_USAGE,
+                 "--attention naive: it keeps whole rows of scores, and keys of --cp %ld ranks come in blocks; "
+                 "nearest: %s",
+                 c->cp, flash ? "flash" : changed_flags(c, &alone));
+    }
+    if (c->seq % sequence_unit(c) != 0) refuse_sequence(c);
+}
+
+// Flash attention on a GPU takes heads of so many channels at most.
+static void check_heads(const Config *c) {
+    size_t D = (size_t)(c->hidden / c->heads), most = flash_attention_most_channels();
+    if (c->attention != ATTENTION_FLASH || D <= most) return;
+    long heads = (c->hidden - 1) / (long)most + 1; // the fewest that make a head small enough, and are legal
+    while (heads < c->hidden && (c->hidden % heads != 0 || heads % c->kv_heads != 0 ||
+                                 (c->arch == ARCH_LLAMA && c->hidden / heads % 2 != 0)))
+        heads++;
+    char nearest[48] = "";
+    Config alone = *c;
+    alone.cp = 1; // as naive attention needs it
+    if (heads < c->hidden) snprintf(nearest, sizeof nearest, "--heads %ld, or ", heads);
+    fail_all(EXIT_USAGE,
+             "--hidden %ld: %zu channels a head; flash attention on this device takes %zu at most; nearest: "
+             "%s--attention naive%s%s",
+             c->hidden, D, most, nearest, c->cp > 1 ? " " : "", changed_flags(c, &alone));
 }
 
 static void refuse_world(const Config *c, long world) {
-    long inner = c->tp * c->pp, groups = world / inner;
+    long inner = inner_ranks(c), below = world / inner * inner, above = below + inner;
     Config other = *c;
-    if (c->dp != NOT_GIVEN)
+    if (c->dp != NOT_GIVEN && c->dp * inner <= MOST_STARTED)
         fail_all(EXIT_USAGE, "--dp %ld: with %s it takes %ld ranks, the run has %ld; nearest: --ranks %ld",
-                 c->dp, inner_flags(c->tp, c->pp), c->dp * inner, world, c->dp * inner);
-    while (world % other.tp != 0 || tp_fault(c, other.tp)) other.tp--; // 1 is always right
-    while (other.pp > 1 && !pp_fits(&other, other.pp)) other.pp--;
-    char below[32] = "", nearest[64];
-    if (groups > 0) snprintf(below, sizeof below, "%ld or ", groups * inner);
-    if (other.tp == c->tp)
-        snprintf(nearest, sizeof nearest, "--pp %ld", other.pp);
-    else if (other.pp == c->pp)
-        snprintf(nearest, sizeof nearest, "--tp %ld", other.tp);
-    else
-        snprintf(nearest, sizeof nearest, "--tp %ld --pp %ld", other.tp, other.pp);
-    fail_all(EXIT_USAGE,
-             "%s: needs %ld ranks, or a multiple of that; the run has %ld; nearest: --ranks %s%ld, or %s",
-             inner_flags(c->tp, c->pp), inner, world, below, (groups + 1) * inner, nearest);
+                 c->dp, inner_flags(c), c->dp * inner, world, c->dp * inner);
+    make_legal(c, &other);
+    char ranks[64] = "";
+    if (above > MOST_STARTED) above = 0;
+    if (c->dp != NOT_GIVEN) above = below = 0;
+    if (below && above)
+        snprintf(ranks, sizeof ranks, "--ranks %ld or %ld, or ", below, above);
+    else if (below || above)
+        snprintf(ranks, sizeof ranks, "--ranks %ld, or ", below + above);
+    fail_all(EXIT_USAGE, "%s: needs %ld ranks, or a multiple of that; the run has %ld; nearest: %s%s",
+             inner_flags(c), inner, world, ranks, changed_flags(c, &other));
 }
 
 // The grid, for this many ranks.
 static void check_grid(Config *c, long world) {
-    long groups = world / (c->tp * c->pp);
+    long inner = inner_ranks(c), groups = world / inner;
     if (world > MOST_RANKS)
-        fail_all(EXIT_USAGE, "--dp %ld --tp %ld --pp %ld: %ld ranks, more than %d; nearest: fewer", c->dp,
-                 c->tp, c->pp, world, MOST_RANKS);
-    if (groups * c->tp * c->pp != world) refuse_world(c, world);
+        fail_all(EXIT_USAGE, "--dp %ld %s: %ld ranks, more than %d; nearest: fewer", groups, inner_flags(c),
+                 world, MOST_RANKS);
+    if (groups * inner != world) refuse_world(c, world);
     if (c->dp == NOT_GIVEN) c->dp = groups;
     if (c->dp != groups)
         fail_all(EXIT_USAGE, "--dp %ld: the run has %ld rank%s and %s; nearest: %ld", c->dp, world,
-                 world == 1 ? "" : "s", inner_flags(c->tp, c->pp), groups);
+                 world == 1 ? "" : "s", inner_flags(c), groups);
 }
 
 // What the schedule asks of a step's micro-batches, in words.
@@ -490,7 +585,10 @@ static void config_check(Config *c) {
     must_divide("heads", c->heads, "--kv-heads", c->kv_heads);
     check_tp(c);
     check_pp(c);
+    check_cp(c);
     check_grid(c, run_size(c));
+    c->local_seq = c->seq / c->cp;
+    c->dp_cp = c->dp * c->cp;
     check_accum(c);
     check_countable(c);
     if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
@@ -547,7 +645,8 @@ static void check_data(const Config *c) {
     if (!train_data || c->explain || data_windows(train_data) >= (uint64_t)c->global_batch) return;
     fail_all(
         EXIT_USAGE,
-        "--data %s: %llu sequences of %ld tokens, one step takes %ld; nearest: fewer --micro-batch or --accum",
+        "--data %s: %llu sequences of %ld tokens, one step takes %ld; nearest: fewer --micro-batch, --accum or "
+        "--dp",
         c->data.count ? c->data.path[0] : REPOSITORY_TEXT, (unsigned long long)data_windows(train_data), c->seq,
         c->global_batch);
 }
@@ -587,7 +686,7 @@ long configure(int argc, char **argv, char *checkpoint, size_t checkpoint_size) 
 // Some weight is held by more than one rank: over dp all are, below ZeRO-3; over tp those that are not cut; over pp a tied
 // embedding, unless both ends are one rank's.
 bool has_replicas(const Config *c) {
-    return c->tp > 1 || (c->dp > 1 && c->zero < 3) || (c->tie && c->pp > 1 && c->schedule != SCHEDULE_ZBV);
+    return c->tp > 1 || (c->dp_cp > 1 && c->zero < 3) || (c->tie && c->pp > 1 && c->schedule != SCHEDULE_ZBV);
 }
 
 void say_without_effect(const Config *c) {
@@ -601,20 +700,22 @@ void say_without_effect(const Config *c) {
     if (flag_given(&config.keep) && !c->save) say("--keep changes nothing: no --save");
     if (flag_given(&config.eval_batches) && !val_data)
         say("--eval-batches changes nothing: no validation data");
-    if (c->zero > 0 && c->dp == 1)
+    if (c->zero > 0 && c->dp_cp == 1)
         say("--zero %ld changes nothing: one data-parallel rank holds all shards", c->zero);
     if (flag_given(&config.sp) && c->tp == 1)
         say("--sp changes nothing: one tensor-parallel rank holds all rows");
+    if (flag_given(&config.cp_order) && c->cp == 1)
+        say("--cp-order changes nothing: one context-parallel rank holds whole sequences");
     if (flag_given(&config.virtual_stages) && c->pp == 1)
         say("--virtual-stages changes nothing: one pipeline-parallel rank holds all stages");
     if (flag_given(&config.schedule) && c->pp == 1 && (c->schedule != SCHEDULE_AFAB || c->accum == 1))
         say("--schedule changes nothing: one pipeline-parallel rank waits for no other");
-    if (c->zero > 1 && c->dp > 1 && c->pp > 1 && c->accum > 1)
+    if (c->zero > 1 && c->dp_cp > 1 && c->pp > 1 && c->accum > 1)
         say("--zero %ld with --pp sums gradients over dp after each of %ld micro-batches; --zero 1 sends less: "
             "once "
             "a step",
             c->zero, c->accum);
-    bool alone = c->dp * c->tp * c->pp == 1;
+    bool alone = c->dp_cp * c->tp * c->pp == 1;
     if (flag_given(&config.comm) && alone) say("--comm changes nothing: one rank sends no messages");
     if (c->no_overlap && alone) say("--no-overlap changes nothing: one rank sends no messages");
     if (flag_given(&config.lazy_optimizer) && c->resume)

@@ -17,6 +17,8 @@ typedef enum { FP8_NONE = -1, FP8_ALL_E4M3, FP8_HYBRID } Fp8Recipe;
 #define FP8_RECIPES "e4m3|hybrid"
 typedef enum { SCHEDULE_AFAB, SCHEDULE_1F1B, SCHEDULE_INTERLEAVED, SCHEDULE_ZB_H1, SCHEDULE_ZBV } Schedule;
 #define SCHEDULES "afab|1f1b|interleaved|zb-h1|zbv"
+typedef enum { ORDER_ZIGZAG, ORDER_CONTIGUOUS } CpOrder;
+#define CP_ORDERS "zigzag|contiguous"
 
 typedef struct {
     // model
@@ -31,9 +33,9 @@ typedef struct {
     long micro_batch, accum, batch_tokens, steps, warmup;
     double lr, min_lr, beta1, beta2, weight_decay, grad_clip;
     // parallel
-    long ranks, dp, zero, tp, pp, virtual_stages;
+    long ranks, dp, zero, tp, cp, pp, virtual_stages;
     double bucket_mb;
-    int comm, schedule;
+    int comm, cp_order, schedule;
     bool no_overlap, sp;
     // memory and precision
     int recompute, attention, matmul;
@@ -49,6 +51,8 @@ typedef struct {
     long positions;    // rows of the learned position table: ≥ seq (gpt2); 0 (llama)
     long padded_vocab; // rows in memory of a rank's slice of the vocabulary
     long global_batch; // sequences a step, over all ranks
+    long local_seq;    // tokens of each sequence that a rank has: seq / cp
+    long dp_cp;        // ranks that hold the same parameters and see other tokens: dp · cp
 } Config;
 
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))

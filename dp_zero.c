@@ -103,7 +103,7 @@ static size_t own_count(const Bucket *b) {
 
 // Which elements are this rank's. Not grid.dp->size: a dry run is one process, and answers for rank 0 of many.
 static void cut(Model *m) {
-    int ranks = (int)m->config.dp, rank = m->grid.dp->rank;
+    int ranks = (int)m->config.dp_cp, rank = m->grid.dp->rank;
     for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
         b->shard = comm_shard_begin(b->count, ranks, rank);
         b->shard_end = comm_shard_begin(b->count, ranks, rank + 1);
@@ -185,7 +185,7 @@ void dp_reserve(Model *m) {
         reserve_gradients(m, i, gradients, sums);
         b->m = b->v = NULL;
         if (!m->config.lazy_optimizer) reserve_optimizer(b);
-        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : FLOAT_X, (int)m->config.dp);
+        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : FLOAT_X, (int)m->config.dp_cp);
         if (bytes > staging) staging = bytes;
     }
     ledger_add(MEM_COMMUNICATION, (ptrdiff_t)staging);

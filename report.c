@@ -11,7 +11,17 @@
 // ---- who holds what ----------------------------------------------------------------------------------------------------
 
 long report_world(const Config *c) {
-    return c->pp * c->dp * c->tp;
+    return c->pp * c->dp_cp * c->tp;
+}
+
+const char *report_grid(const Config *c) {
+    static char text[128];
+    int n = 0;
+    if (c->pp > 1) n += sprintf(text + n, "pp %ld × ", c->pp);
+    n += sprintf(text + n, "dp %ld × ", c->dp);
+    if (c->cp > 1) n += sprintf(text + n, "cp %ld × ", c->cp);
+    sprintf(text + n, "tp %ld", c->tp);
+    return text;
 }
 
 static long layers_here(const Config *c, const Chunk *chunk) {
@@ -73,13 +83,18 @@ static TokenFlops token_flops(const Model *m) {
 }
 
 // The estimate most often quoted for a layer's activations (Korthikanti et al. 2022, eq. 1 to 5): 2-byte values, dropout
-// masks kept. Of the 34 bytes a token and channel, 10 are kept by all of t tensor-parallel ranks, and with --sp none. Ours
-// is smaller in a bf16 build: no dropout, and flash attention keeps no matrix. (The first, as a rule of thumb, leaves out the embedding's output, s·b·h; the others count it.)
+// masks kept. Of the 34 bytes a token and channel, 10 are kept by all of t tensor-parallel ranks, and with --sp none. Each of cp
+// ranks has s/cp tokens, but scores over all s keys. Ours is smaller in a bf16 build: no dropout, and flash attention keeps no
+// matrix. (The first, as a rule of thumb, leaves out the embedding's output, s·b·h; the others count it.)
 // In a pipeline a rank keeps those of its own layers, for each micro-batch in flight: of 1F1B the first of p ranks has 1/p of the
 // layers, p times.
 typedef struct {
     double flash, matrix, selective, full; // bytes of a rank's layers
 } ClassicActivations;
+
+static double classic_state(const Model *m) {
+    return 16 * rank_parameters(m);
+}
 
 static long chunks_in_flight(const Model *m) {
     return m->plan->rank[m->pp_rank].slots;
@@ -88,7 +103,7 @@ static long chunks_in_flight(const Model *m) {
 static ClassicActivations classic_activations(const Model *m) {
     const Config *c = &m->config;
     double flight = (double)chunks_in_flight(m), L = (double)m->blocks * flight;
-    double sbh = (double)c->seq * (double)c->micro_batch * (double)c->hidden;
+    double sbh = (double)c->local_seq * (double)c->micro_batch * (double)c->hidden;
     double t = (double)c->tp, rows = c->sp ? t : 1; // by which that of norms and residuals is divided
     double layer = 10 / rows + 24 / t, scores = 5 * (double)c->heads * (double)c->seq / (double)c->hidden / t;
     double embedding = m->chunk_of[0] < 0 ? 0 : sbh / rows * flight;
@@ -96,6 +111,29 @@ static ClassicActivations classic_activations(const Model *m) {
                                 .matrix = (layer + scores) * sbh * L + embedding,
                                 .selective = layer * sbh * L + embedding,
                                 .full = 2 * sbh * L / rows + embedding};
+}
+
+// Worked out from the rule, not asked of cp_ring.c, which counts them. A zigzag rank has two chunks of c tokens: its own keys are
+// seen causally, and of each other rank's half of the keys by all its queries, or all by half. A contiguous one sees all keys of
+// the ranks before it, and none of those behind.
+double report_pairs(const Config *c, CpOrder order, long r) {
+    double t = (double)c->seq / (double)c->cp, own = t * (t + 1) / 2; // t = 2c
+    return own + t * t * (order == ORDER_ZIGZAG ? (double)(c->cp - 1) / 2 : (double)r);
+}
+
+double report_imbalance(const Config *c, CpOrder order) {
+    double most = report_pairs(c, order, c->cp - 1), sum = 0; // the last one has the most
+    for (long r = 0; r < c->cp; r++) sum += report_pairs(c, order, r);
+    return most * (double)c->cp / sum;
+}
+
+size_t report_keys(const Config *c) {
+    long heads = c->kv_heads > c->tp ? c->kv_heads / c->tp : 1;
+    return 2 * (size_t)heads * (size_t)(c->hidden / c->heads);
+}
+
+static CpOrder other_order(const Config *c) {
+    return c->cp_order == ORDER_ZIGZAG ? ORDER_CONTIGUOUS : ORDER_ZIGZAG;
 }
 
 // ---- what is sent ------------------------------------------------------------------------------------------------------
@@ -197,9 +235,17 @@ static long messages_sent(const Model *m) {
     return n;
 }
 
+// Bytes over cp of a block and micro-batch: in each pass its keys and values come by the other ranks, and in the backward their
+// gradients, too, which end with their owner.
+static double ring_sent(const Config *c) {
+    int passes = c->recompute == RECOMPUTE_FULL ? 3 : 2;
+    double elements = (double)c->micro_batch * (double)c->local_seq * (double)report_keys(c);
+    return (double)(c->cp - 1) * elements * (double)((size_t)passes * sizeof(floatX) + sizeof(float));
+}
+
 static Sent sent_per_step(const Model *m) {
     const Config *c = &m->config;
-    double all = 0, gathered = 0, N = (double)c->dp, tp = (double)c->tp, micro_batches = (double)c->accum;
+    double all = 0, gathered = 0, N = (double)c->dp_cp, tp = (double)c->tp, micro_batches = (double)c->accum;
     Gathers *gathers = c->zero == 3 ? report_gathers(m) : NULL;
     for (int i = 0; i < m->n_buckets; i++) {
         double count = (double)m->bucket[i].count;
@@ -208,7 +254,8 @@ static Sent sent_per_step(const Model *m) {
     }
     free(gathers);
     const double reduced[] = {2 * all, all, micro_batches * all, micro_batches * all};
-    double tokens = (double)c->micro_batch * (double)c->seq, x = tokens * (double)c->hidden * sizeof(floatX);
+    double tokens = (double)c->micro_batch * (double)c->local_seq;
+    double x = tokens * (double)c->hidden * sizeof(floatX);
     double gradient = (double)report_gradient_size(c), shards = c->zero ? N : 1;
     bool head = m->chunk_of[m->n_units - 1] >= 0;
     RowsSent rows = rows_sent(m);
@@ -217,6 +264,7 @@ static Sent sent_per_step(const Model *m) {
                  .weights = gathered * (N - 1) / N * sizeof(floatX),
                  .rows = micro_batches * (rows.embedding + blocks * rows.block + rows.head) * x * (tp - 1) / tp,
                  .logits = head ? micro_batches * 3 * 2 * (tp - 1) / tp * tokens * sizeof(float) : 0,
+                 .ring = micro_batches * blocks * ring_sent(c),
                  .messages = micro_batches * (double)messages_sent(m) * x / (c->sp ? tp : 1)};
     for (const Param *p = m->param; p < m->param + m->n_params; p++)
         if (p->here) sent.partial += 2 * (p->parts - 1.0) / p->parts * (double)p->size * gradient / shards;
@@ -234,7 +282,7 @@ static double sent_over_pp(Sent s) {
 }
 
 static double sent_in_all(Sent s) {
-    return s.gradients + s.weights + sent_over_tp(s) + sent_over_pp(s);
+    return s.gradients + s.weights + s.ring + sent_over_tp(s) + sent_over_pp(s);
 }
 
 Place report_place(const Model *m, Ledger predicted) {
@@ -284,11 +332,15 @@ void report_memory(const Ledger *predicted, const Ledger *measured) {
 
 const char *report_smaller(const Model *m) {
     const Config *c = &m->config;
-    static char flags[128];
-    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s%s%s%s%s",
+    static char flags[160];
+    // Could twice as many ranks share a sequence?
+    bool contiguous = c->cp > 1 && c->cp_order == ORDER_CONTIGUOUS;
+    long parts = 2 * c->cp * (contiguous ? 1 : 2), sp = c->sp ? c->tp : 1;
+    bool cut = c->attention == ATTENTION_FLASH && c->seq % parts == 0 && c->seq / (2 * c->cp) % sp == 0;
+    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s%s%s%s%s%s",
              c->recompute == RECOMPUTE_FULL ? "" : "--recompute full, ",
-             c->dp > 1 && c->zero < 3 ? "--zero 3, " : "", c->tp > 1 && !c->sp ? "--sp, " : "",
-             c->tp < c->heads ? "a larger --tp, " : "",
+             c->dp_cp > 1 && c->zero < 3 ? "--zero 3, " : "", c->tp > 1 && !c->sp ? "--sp, " : "",
+             c->tp < c->heads ? "a larger --tp, " : "", cut ? "a larger --cp, " : "",
              c->pp * c->virtual_stages < c->layers ? "a larger --pp, " : "",
              c->schedule == SCHEDULE_AFAB && c->accum > 1 ? "fewer --accum, " : "",
              c->dp > 1 ? "fewer --ranks" : "a smaller --model");
@@ -331,7 +383,7 @@ static void live_numbers(const Ledger *l, double *bytes) {
 static cJSON *zero_table_json(const Model *m) {
     cJSON *table = cJSON_CreateArray();
     for (int stage = 0; stage <= 3; stage++) {
-        ZeroBytes z = zero_bytes(rank_parameters(m), (double)m->config.dp, stage, m->config.grad_accum_fp32);
+        ZeroBytes z = zero_bytes(rank_parameters(m), (double)m->config.dp_cp, stage, m->config.grad_accum_fp32);
         cJSON *row = cJSON_CreateObject();
         cJSON_AddNumberToObject(row, "stage", stage);
         cJSON_AddNumberToObject(row, "weights", z.weights);
@@ -346,11 +398,11 @@ static cJSON *zero_table_json(const Model *m) {
 static void zero_table(const Model *m) {
     const Config *c = &m->config;
     ZeroBytes one = zero_bytes(1, 1, 0, c->grad_accum_fp32);
-    char slices[64] = "";
-    if (c->tp > 1) snprintf(slices, sizeof slices, ", tp %ld", c->tp);
-    if (c->tp * c->pp > 1)
-        snprintf(slices + strlen(slices), sizeof slices - strlen(slices), " (%.0f parameters here)",
-                 rank_parameters(m));
+    char slices[96] = "";
+    int n = 0;
+    if (c->cp > 1) n += sprintf(slices + n, " × cp %ld", c->cp);
+    if (c->tp > 1) n += sprintf(slices + n, ", tp %ld", c->tp);
+    if (c->tp * c->pp > 1) sprintf(slices + n, " (%.0f parameters here)", rank_parameters(m));
     say("\nmodel state of a rank by ZeRO stage, dp %ld%s: %.0f + %.0f + %.0f bytes a parameter%s", c->dp,
         slices, one.weights, one.gradients, one.optimizer,
         sizeof(floatX) == 2 ? ", masters with the optimizer" : "");
@@ -358,7 +410,7 @@ static void zero_table(const Model *m) {
         one.gradients > sizeof(floatX) ? "; it counts bf16 gradients beside the fp32 sum at every stage" : "");
     say("GB           weights   gradients   optimizer       total   total GiB");
     for (int stage = 0; stage <= 3; stage++) {
-        ZeroBytes z = zero_bytes(rank_parameters(m), (double)c->dp, stage, c->grad_accum_fp32);
+        ZeroBytes z = zero_bytes(rank_parameters(m), (double)c->dp_cp, stage, c->grad_accum_fp32);
         double total = z.weights + z.gradients + z.optimizer;
         say("  --zero %d %11.6f %11.6f %11.6f %11.6f %11.6f%s", stage, z.weights * 1e-9, z.gradients * 1e-9,
             z.optimizer * 1e-9, total * 1e-9, total / 0x1p30, stage == c->zero ? "  <- this run" : "");
@@ -392,7 +444,12 @@ static void say_sent(const Model *m, Sent sent) {
             say("  %.6f GB of gradients of which tp ranks hold parts, as %s", sent.partial * 1e-9,
                 report_type(report_gradient_size(c)));
     }
-    if (c->dp == 1) return;
+    if (c->cp > 1)
+        say("  %.6f GB of keys and values over cp, forward%s and backward as %s, and of their gradients as "
+            "fp32: %ld shift%s each a layer, %zu elements a token (key/value heads alone)",
+            sent.ring * 1e-9, c->recompute == RECOMPUTE_FULL ? ", again" : "", report_type(sizeof(floatX)),
+            c->cp - 1, c->cp == 2 ? "" : "s", report_keys(c));
+    if (c->dp_cp == 1) return;
     say("  %.6f GB of gradients, %s, as %s", sent.gradients * 1e-9, how[c->zero],
         report_type(report_gradient_size(c)));
     if (c->zero == 1 || c->zero == 2)
@@ -410,8 +467,42 @@ static void say_sent(const Model *m, Sent sent) {
 static void sent_json(cJSON *o, Sent sent) {
     cJSON_AddNumberToObject(o, "sent_per_step", sent_in_all(sent));
     cJSON_AddNumberToObject(o, "sent_over_dp", sent.gradients + sent.weights);
+    cJSON_AddNumberToObject(o, "sent_over_cp", sent.ring);
     cJSON_AddNumberToObject(o, "sent_over_tp", sent_over_tp(sent));
     cJSON_AddNumberToObject(o, "sent_over_pp", sent_over_pp(sent));
+}
+
+// Attention's work on each rank of cp: in this run's order, and beside it in the other one.
+static void attention_json(cJSON *o, const Config *c) {
+    cJSON *attention = cJSON_AddObjectToObject(o, "attention");
+    for (int order = ORDER_ZIGZAG; order <= ORDER_CONTIGUOUS; order++) {
+        cJSON *of = cJSON_AddObjectToObject(attention, flag_choice(CP_ORDERS, order));
+        cJSON *pairs = cJSON_AddArrayToObject(of, "pairs");
+        for (long r = 0; r < c->cp; r++)
+            cJSON_AddItemToArray(pairs, cJSON_CreateNumber(report_pairs(c, order, r)));
+        cJSON_AddNumberToObject(of, "most_over_mean", report_imbalance(c, order));
+    }
+}
+
+static void attention_line(const Config *c, const char *what, CpOrder order) {
+    enum { MOST = 8 };
+    char text[MOST * 24] = "";
+    int n = sprintf(text, "%.0f", report_pairs(c, order, 0));
+    if (order == ORDER_ZIGZAG) {
+        say("%s%s %s on each of %ld cp ranks", what, flag_choice(CP_ORDERS, order), text, c->cp);
+        return;
+    }
+    for (long r = 1; r < c->cp && r < MOST - 1; r++)
+        n += sprintf(text + n, ", %.0f", report_pairs(c, order, r));
+    if (c->cp >= MOST)
+        sprintf(text + n, "%s%.0f", c->cp == MOST ? ", " : " … ", report_pairs(c, order, c->cp - 1));
+    say("%s%s %s by cp rank, the most %.3f times the mean", what, flag_choice(CP_ORDERS, order), text,
+        report_imbalance(c, order));
+}
+
+static void attention_table(const Config *c) {
+    attention_line(c, "attention, pairs of a query and a key of a sequence and head: ", c->cp_order);
+    attention_line(c, "  --cp-order ", other_order(c));
 }
 
 // All places of a pipeline, and its schedule.
@@ -445,6 +536,9 @@ static void dry_run_json(const Model *m, const Place *place) {
     cJSON_AddNumberToObject(o, "world", (double)report_world(c));
     cJSON_AddNumberToObject(o, "pp", (double)c->pp);
     cJSON_AddNumberToObject(o, "dp", (double)c->dp);
+    cJSON_AddNumberToObject(o, "cp", (double)c->cp);
+    cJSON_AddStringToObject(o, "cp_order", flag_choice(CP_ORDERS, c->cp_order));
+    cJSON_AddNumberToObject(o, "local_seq", (double)c->local_seq);
     cJSON_AddNumberToObject(o, "tp", (double)c->tp);
     cJSON_AddBoolToObject(o, "sp", c->sp);
     cJSON_AddNumberToObject(o, "zero", (double)c->zero);
@@ -458,8 +552,10 @@ static void dry_run_json(const Model *m, const Place *place) {
     cJSON_AddNumberToObject(classic, "matrix", a.matrix);
     cJSON_AddNumberToObject(classic, "selective", a.selective);
     cJSON_AddNumberToObject(classic, "full", a.full);
+    cJSON_AddNumberToObject(o, "classic_state", classic_state(m)); // beside them
     cJSON_AddItemToObject(o, "memory", memory_json(bytes));
     cJSON_AddItemToObject(o, "zero_table", zero_table_json(m));
+    if (c->cp > 1) attention_json(o, c);
     if (c->pp > 1) pipeline_json(o, m, place);
     char *text = cJSON_Print(o);
     say("%s", text);
@@ -482,10 +578,12 @@ static void pipeline_table(const Model *m, const Place *place) {
 static void classic_table(const Model *m) {
     const Config *c = &m->config;
     ClassicActivations a = classic_activations(m);
-    double GB = 1e-9, GiB = 1 / 0x1p30, state = 16 * rank_parameters(m);
+    double GB = 1e-9, GiB = 1 / 0x1p30, state = classic_state(m);
+    char tokens[64] = "";
     static const char *const formula[] = {"34 + 5as/h", "10 + 24/t + 5as/ht", "(34 + 5as/h)/t"};
     say("\nclassic estimate of activations, 2-byte values with dropout, s·b·h·L times            GB       GiB");
-    say("  %s, t = %ld", formula[c->tp == 1 ? 0 : c->sp ? 2 : 1], c->tp);
+    if (c->cp > 1) snprintf(tokens, sizeof tokens, ", s = %ld here, the s in 5as/h %ld", c->local_seq, c->seq);
+    say("  %s, t = %ld%s", formula[c->tp == 1 ? 0 : c->sp ? 2 : 1], c->tp, tokens);
     if (c->pp > 1)
         say("  L: %ld layers%s, %ld times in flight", m->blocks, c->virtual_stages > 1 ? " of a chunk" : "",
             chunks_in_flight(m));
@@ -495,26 +593,28 @@ static void classic_table(const Model *m) {
     say("  full                                          %36.2f %9.4f", a.full * GB, a.full * GiB);
     say("  16 bytes a parameter here + activations with flash %31.2f %9.4f", (state + a.flash) * GB,
         (state + a.flash) * GiB);
+    say("  (with full recomputation instead: %.2f GB, %.4f GiB)", (state + a.full) * GB,
+        (state + a.full) * GiB);
 }
 
 void report_dry_run(const Model *m, const Place *place) {
     const Config *c = &m->config;
     double P = (double)m->parameters, GB = 1e-9;
     TokenFlops f = token_flops(m);
-    char pipeline[32] = "";
+    char here[32] = "";
     if (c->json) {
         dry_run_json(m, place);
         return;
     }
-    if (c->pp > 1) snprintf(pipeline, sizeof pipeline, "pp %ld × ", c->pp);
+    if (c->cp > 1) snprintf(here, sizeof here, " (%ld of each here)", c->local_seq);
     say("%s: %zu parameters (%.1f M); 16 bytes each: %.1f GB; checkpoint, 12 bytes each: %.1f GB",
         flag_choice(ARCHS, c->arch), m->parameters, P * 1e-6, 16 * P * GB, 12 * P * GB);
-    say("%ld rank%s = %sdp %ld × tp %ld, %ld sequences of %ld tokens a micro-batch, accumulation %ld: %.0f "
-        "tokens a step",
-        report_world(c), report_world(c) == 1 ? "" : "s", pipeline, c->dp, c->tp, c->micro_batch, c->seq,
+    say("%ld rank%s = %s, %ld sequences of %ld tokens%s a micro-batch, accumulation %ld: %.0f tokens a step",
+        report_world(c), report_world(c) == 1 ? "" : "s", report_grid(c), c->micro_batch, c->seq, here,
         c->accum, (double)c->global_batch * (double)c->seq);
     say("%.3g GFLOP a token (PaLM: 6 a parameter %.3g, attention %.3g), recomputed beside it %.3g",
         1e-9 * (f.weights + f.attention), 1e-9 * f.weights, 1e-9 * f.attention, 1e-9 * f.recomputed);
+    if (c->cp > 1) attention_table(c);
     if (c->pp > 1) report_schedule(m->plan);
     if (c->pp > 1) pipeline_table(m, place);
     say_sent(m, place[m->pp_rank].sent);
@@ -534,14 +634,15 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     cJSON_AddStringToObject(o, "event", "start");
     cJSON_AddNumberToObject(o, "world", m->grid.world->size);
     cJSON_AddNumberToObject(o, "hosts", comm_host().hosts);
-    cJSON_AddNumberToObject(o, "dp", m->grid.dp->size);
+    cJSON_AddNumberToObject(o, "dp", (double)m->grid.dp->size / m->grid.cp->size);
+    cJSON_AddNumberToObject(o, "cp", m->grid.cp->size);
+    cJSON_AddStringToObject(o, "cp_order", flag_choice(CP_ORDERS, c->cp_order));
     cJSON_AddNumberToObject(o, "tp", m->grid.tp->size);
     cJSON_AddBoolToObject(o, "sp", c->sp);
     cJSON_AddNumberToObject(o, "pp", m->grid.pp->size);
     cJSON_AddNumberToObject(o, "virtual_stages", (double)c->virtual_stages);
     cJSON_AddStringToObject(o, "schedule", flag_choice(SCHEDULES, c->schedule));
-    static const char *const groups[] = {"cp", "ep"}; // of one rank each, in this version
-    for (int i = 0; i < 2; i++) cJSON_AddNumberToObject(o, groups[i], 1);
+    cJSON_AddNumberToObject(o, "ep", 1); // a group of one rank, in this version
     cJSON_AddNumberToObject(o, "zero", (double)c->zero);
     cJSON_AddNumberToObject(o, "threads", threads); // of rank 0, and the cores that they may run on
     cJSON_AddNumberToObject(o, "cores", omp_get_num_procs());
@@ -554,14 +655,11 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     log_event(o);
     char hosts[32] = "";
     if (comm_host().hosts > 1) snprintf(hosts, sizeof hosts, "%d hosts, ", comm_host().hosts);
-    char grid[96] = "", pipeline[32] = "", schedule[32] = "";
-    if (c->pp > 1) {
-        snprintf(pipeline, sizeof pipeline, "pp %ld × ", c->pp);
-        snprintf(schedule, sizeof schedule, ", %s", flag_choice(SCHEDULES, c->schedule));
-    }
-    if (c->tp * c->pp > 1)
-        snprintf(grid, sizeof grid, " (%sdp %ld × tp %ld%s%s)", pipeline, c->dp, c->tp, c->sp ? ", --sp" : "",
-                 schedule);
+    char grid[192] = "", order[32] = "", schedule[32] = "";
+    if (c->cp > 1) snprintf(order, sizeof order, ", %s", flag_choice(CP_ORDERS, c->cp_order));
+    if (c->pp > 1) snprintf(schedule, sizeof schedule, ", %s", flag_choice(SCHEDULES, c->schedule));
+    if (c->tp * c->cp * c->pp > 1)
+        snprintf(grid, sizeof grid, " (%s%s%s%s)", report_grid(c), c->sp ? ", --sp" : "", order, schedule);
     say("%s, %s, %.2f M parameters, vocabulary %ld; %d rank%s%s of %d thread%s on %s%s; %.0f tokens a step, "
         "%.2f "
         "MFLOP each",
@@ -642,17 +740,19 @@ static void report_messages(const Counted *group, int n) {
     }
 }
 
-// A rank's numbers, as they are gathered: memory held, live and predicted, then the counters of each group and operation.
+// A rank's numbers, as they are gathered: memory held, live and predicted, then attention's pairs, and the counters of each
+// group and operation.
 enum {
     LIVE = MEM_CATEGORIES + 1,
     PREDICTED = 2 * LIVE,
-    COUNTS = 3 * LIVE,
+    PAIRS = 3 * LIVE,
+    COUNTS,
     NUMBERS = COUNTS + MOST_GROUPS * COMM_OPS * 3
 };
 
 // The ranks of a pipeline hold different things: of each place in it, who holds the most.
 static void report_places(const Config *c, const double *all) {
-    long ranks = c->dp * c->tp;
+    long ranks = c->dp_cp * c->tp;
     for (long place = 0; place < c->pp; place++) {
         const double *most = all + place * ranks * NUMBERS;
         for (long r = 1; r < ranks; r++) {
@@ -664,7 +764,37 @@ static void report_places(const Config *c, const double *all) {
     }
 }
 
-// The last event: memory and messages of every rank, gathered to all.
+// Of attention's work in a cp group, the most that a rank of it has counted over the mean; of all groups, the largest.
+static double counted_imbalance(const Config *c, const double *all) {
+    double largest = 0;
+    for (long i = 0; i < report_world(c) / c->cp; i++) { // groups, by the rank that is first in them
+        const double *x = all + (i / c->tp * c->cp * c->tp + i % c->tp) * NUMBERS + PAIRS;
+        double most = 0, sum = 0;
+        for (long r = 0; r < c->cp; r++) {
+            double pairs = x[r * c->tp * NUMBERS];
+            most = fmax(most, pairs), sum += pairs;
+        }
+        if (sum > 0) largest = fmax(largest, most * (double)c->cp / sum);
+    }
+    return largest;
+}
+
+static void report_attention(const Config *c, const double *all) {
+    double least = INFINITY, most = 0;
+    for (long r = 0; r < report_world(c); r++) {
+        double pairs = all[r * NUMBERS + PAIRS];
+        least = fmin(least, pairs), most = fmax(most, pairs);
+    }
+    char range[64];
+    int n = sprintf(range, "%.0f", least);
+    if (most > least) sprintf(range + n, " to %.0f", most);
+    say("\nattention: a rank computed %s pairs of a query and a key of one head, in both passes of all steps; the "
+        "most in a cp group: %.3f times the mean (%s: %.3f)",
+        range, counted_imbalance(c, all), flag_choice(CP_ORDERS, other_order(c)),
+        report_imbalance(c, other_order(c)));
+}
+
+// The last event: memory, work and messages of every rank, gathered to all.
 void report_end(const Model *m, const Ledger *predicted, double loss, double peak_before, double peak_after) {
     const Config *c = &m->config;
     Counted group[MOST_GROUPS] = {{0}};
@@ -675,6 +805,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     ledger_numbers(&ledger, mine);
     live_numbers(&ledger, mine + LIVE);
     ledger_numbers(predicted, mine + PREDICTED);
+    mine[PAIRS] = m->ring.pairs;
     for (int i = 0; i < n_groups * COMM_OPS; i++) {
         CommCount count = group[i / COMM_OPS].count[i % COMM_OPS];
         double *x = mine + COUNTS + 3 * i;
@@ -685,6 +816,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     cJSON *o = cJSON_CreateObject();
     cJSON_AddStringToObject(o, "event", "end");
     cJSON *memory = cJSON_AddArrayToObject(o, "memory"), *messages = cJSON_AddArrayToObject(o, "comm");
+    cJSON *attention = c->cp > 1 ? cJSON_AddArrayToObject(o, "attention") : NULL;
     for (int r = 0; r < size; r++) {
         const double *x = all + (size_t)r * NUMBERS;
         cJSON *row = memory_json(x);
@@ -692,6 +824,12 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
         cJSON_AddItemToObject(row, "live", memory_json(x + LIVE));
         cJSON_AddItemToObject(row, "predicted", memory_json(x + PREDICTED));
         cJSON_AddItemToArray(memory, row);
+        if (attention) {
+            row = cJSON_CreateObject();
+            cJSON_AddNumberToObject(row, "rank", r);
+            cJSON_AddNumberToObject(row, "pairs", x[PAIRS]);
+            cJSON_AddItemToArray(attention, row);
+        }
         for (int i = 0; i < n_groups * COMM_OPS; i++) {
             const double *y = x + COUNTS + 3 * i;
             if (y[0] == 0 || group[i / COMM_OPS].comm->size == 1) continue;
@@ -721,6 +859,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     size_t process = device_process_peak();
     if (process) say("  %-21s %22.6f", "the whole process", (double)process * 1e-9);
     if (c->pp > 1) report_places(c, all);
+    if (c->cp > 1) report_attention(c, all);
     free(all);
     if (size > 1) report_messages(group, n_groups);
     if (c->peak_tflops > 0) return;

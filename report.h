@@ -8,9 +8,10 @@
 // Bytes that a rank sends in a step, the mean over the ranks of its place in the pipeline: one that owns a longer shard
 // sends a few bytes less.
 typedef struct {
-    double gradients, weights; // over dp
+    double gradients, weights; // over dp and cp together
     // Over tp: the residual stream and its gradient, the loss, gradients that are sums of parts.
     double rows, logits, partial;
+    double ring;           // over cp: keys, values and their gradients
     double messages, tied; // over pp, and of a tied embedding's gradient between its two ends
 } Sent;
 // What a rank in one place of the pipeline has, needs and sends: of m, as it is laid out and predicted for that place.
@@ -59,6 +60,14 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
 
 // ---- what report.c and report_explain.c share ----------------------------------------------------------------------------
 long report_world(const Config *c);
+// The grid: "pp 2 × dp 4 × cp 2 × tp 8"; pp and cp where they are more than one rank.
+const char *report_grid(const Config *c);
+// Pairs of a query and a key that rank r of cp computes of each sequence and head, of so many tokens, in this order.
+double report_pairs(const Config *c, CpOrder order, long r);
+// The most of them on a rank, over the mean.
+double report_imbalance(const Config *c, CpOrder order);
+// Elements of a token's keys and values on a rank: of its key/value heads, which query heads share.
+size_t report_keys(const Config *c);
 // Bytes an element of the gradients that travel. Weights travel as floatX.
 size_t report_gradient_size(const Config *c);
 const char *report_type(size_t size);

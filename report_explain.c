@@ -182,7 +182,7 @@ static Alike alike(const Model *m, int first, int end, int step) { // end: the f
 
 // One collective on each bucket from `first` to `last`, whose elements have `size` bytes.
 static void explain_collectives(const Model *m, const char *op, int times, int first, int last, size_t size) {
-    int step = first <= last ? 1 : -1, N = (int)m->config.dp;
+    int step = first <= last ? 1 : -1, N = (int)m->config.dp_cp;
     char factor[16] = "";
     if (times > 1) snprintf(factor, sizeof factor, "%d · ", times);
     for (int i = first; i != last + step;) {
@@ -194,31 +194,45 @@ static void explain_collectives(const Model *m, const char *op, int times, int f
     }
 }
 
-// The ranks of one place in the pipeline, a tp group a line, a dp group a column; and what of the data, and of a bucket of the
-// first place, each line holds.
+// Which tokens of its sequences rank r of cp has: "tokens 0-7 and 56-63 of ".
+static const char *tokens_of(const Config *c, long r) {
+    static char text[96];
+    long T = c->local_seq, half = T / 2, second = (2 * c->cp - 1 - r) * half;
+    if (c->cp == 1) return "";
+    if (c->cp_order == ORDER_CONTIGUOUS)
+        sprintf(text, "tokens %ld-%ld of ", r * T, (r + 1) * T - 1);
+    else
+        sprintf(text, "tokens %ld-%ld and %ld-%ld of ", r * half, (r + 1) * half - 1, second,
+                second + half - 1);
+    return text;
+}
+
+// The ranks of one place in the pipeline, a tp group a line, a dp group a column, and in this cp groups one below the other; and
+// what of the data, and of a bucket of the first place, each line holds.
 static void explain_place(const Config *c, long place, const Bucket *example) {
-    for (long d = 0; d < c->dp; d++) {
+    for (long i = 0; i < c->dp_cp; i++) {
         char shard[128] = "", others[32] = "";
-        long rank = (place * c->dp + d) * c->tp;
-        size_t begin = comm_shard_begin(example->count, (int)c->dp, (int)d);
-        size_t end = comm_shard_begin(example->count, (int)c->dp, (int)d + 1);
+        long rank = (place * c->dp_cp + i) * c->tp, d = i / c->cp;
+        size_t begin = comm_shard_begin(example->count, (int)c->dp_cp, (int)i);
+        size_t end = comm_shard_begin(example->count, (int)c->dp_cp, (int)i + 1);
         if (c->zero > 0 && place == 0 && begin < end)
             snprintf(shard, sizeof shard, "; shard of %s: elements %zu to %zu", example->name, begin, end - 1);
         else if (c->zero > 0 && place == 0)
             snprintf(shard, sizeof shard, "; shard of %s: empty", example->name);
         if (c->tp > 1) snprintf(others, sizeof others, " to %ld", rank + c->tp - 1);
-        say("  rank%s %ld%s: in micro-batch j, sequences %ld to %ld of each %ld%s", c->tp > 1 ? "s" : "", rank,
-            others, d * c->micro_batch, (d + 1) * c->micro_batch - 1, c->dp * c->micro_batch, shard);
+        say("  rank%s %ld%s: in micro-batch j, %ssequences %ld to %ld of each %ld%s", c->tp > 1 ? "s" : "",
+            rank, others, tokens_of(c, i % c->cp), d * c->micro_batch, (d + 1) * c->micro_batch - 1,
+            c->dp * c->micro_batch, shard);
     }
 }
 
 static void explain_grid(const Config *c, const Bucket *example) {
-    char pipeline[32] = "";
-    if (c->pp > 1) snprintf(pipeline, sizeof pipeline, "pp %ld × ", c->pp);
-    say("grid: %ld rank%s = %sdp %ld × tp %ld", report_world(c), report_world(c) == 1 ? "" : "s", pipeline,
-        c->dp, c->tp);
+    say("grid: %ld rank%s = %s", report_world(c), report_world(c) == 1 ? "" : "s", report_grid(c));
     if (c->tp > 1)
         say("(a line is a tp group: the same sequences, other slices; ranks below each other, a dp group)");
+    if (c->cp > 1)
+        say("(ranks below each other in lines 1 to %ld%s are a cp group: the same sequences, other tokens)",
+            c->cp, c->dp > 1 ? ", in the next ones, …" : "");
     if (c->pp > 1)
         say("(ranks at the same place below each \"pipeline rank\" are a pp group: the same sequences, other "
             "layers)");
@@ -245,7 +259,7 @@ static void explain_grid(const Config *c, const Bucket *example) {
 
 // ZeRO-3's, where micro-batches take turns, so that a bucket's weights may be gone in between.
 static void explain_gathers(const Model *m, const Gathers *gathers) {
-    int N = (int)m->config.dp;
+    int N = (int)m->config.dp_cp;
     say("  a bucket ahead of its use; so often a step, in forwards + in backwards");
     for (int i = 0; i < m->n_buckets; i++)
         say("    all-gather of %-26s  (%ld + %ld) · %d piece%s of %zu bytes", m->bucket[i].name,
@@ -262,7 +276,7 @@ static void explain_dp_messages(const Model *m) {
     char each[64];
     snprintf(each, sizeof each, c->accum == 1 ? "the micro-batch" : "each of %ld micro-batches", c->accum);
     say("\nmessages of a step in a dp group: what each rank sends its neighbour on the ring 0 -> %ld%s -> 0%s",
-        c->tp, c->dp > 2 ? " -> …" : "", c->tp > 1 ? ", and so from each tp rank" : "");
+        c->tp, c->dp_cp > 2 ? " -> …" : "", c->tp > 1 ? ", and so from each tp rank" : "");
     if (c->pp > 1) say("  (of pipeline rank 0's buckets; the other places' groups send theirs)");
     if (c->zero == 3 && !alternates) {
         explain_gathers(m, gathers);
@@ -287,7 +301,7 @@ static void explain_dp_messages(const Model *m) {
 // One line of a micro-batch's messages over tp.
 static void explain_rows(const Config *c, const char *why, bool sum) {
     int pieces = (int)c->tp - 1;
-    size_t rows = (size_t)c->micro_batch * (size_t)c->seq * (size_t)c->hidden;
+    size_t rows = (size_t)c->micro_batch * (size_t)c->local_seq * (size_t)c->hidden;
     say("    %-14s of rows, %-38s  %s%d piece%s of %zu bytes",
         sum ? c->sp ? "reduce-scatter" : "all-reduce" : "all-gather", why, sum && !c->sp ? "2 · " : "", pieces,
         pieces == 1 && (c->sp || !sum) ? "" : "s", comm_shard_begin(rows, (int)c->tp, 1) * sizeof(floatX));
@@ -317,7 +331,7 @@ static void explain_block_backward(const Config *c) {
 
 static void explain_tp_messages(const Model *m) {
     const Config *c = &m->config;
-    size_t N = (size_t)c->micro_batch * (size_t)c->seq;
+    size_t N = (size_t)c->micro_batch * (size_t)c->local_seq;
     say("\nmessages in a tp group, each micro-batch, on the ring 0 -> 1%s -> 0; rows are [%zu, %ld] of %s",
         c->tp > 2 ? " -> …" : "", N, c->hidden, report_type(sizeof(floatX)));
     if (c->pp > 1) say("  (a rank's are those of the units that it has)");
@@ -340,6 +354,27 @@ static void explain_tp_messages(const Model *m) {
     if (c->sp) explain_rows(c, "gradient", false);
 }
 
+// Once round, but for the last hop.
+static void explain_shifts(const Config *c, const char *what, size_t size) {
+    size_t n = (size_t)c->micro_batch * (size_t)c->local_seq * report_keys(c);
+    say("    shift of %s, %-44s  %ld piece%s of %zu bytes", report_type(size), what, c->cp - 1,
+        c->cp == 2 ? "" : "s", n * size);
+}
+
+static void explain_cp_messages(const Model *m) {
+    const Config *c = &m->config;
+    size_t E = report_keys(c), heads = E / 2 / (size_t)(c->hidden / c->heads);
+    say("\nmessages in a cp group, each micro-batch, on the ring 0 -> %ld%s -> 0: [%ld, %zu], of %zu key/value "
+        "head%s",
+        c->tp, c->cp > 2 ? " -> …" : "", c->micro_batch * c->local_seq, E, heads, heads == 1 ? "" : "s");
+    if (c->pp > 1) say("  (a rank's are those of the blocks that it has)");
+    say("  F of each block%s", c->recompute == RECOMPUTE_FULL ? ", and again before its backward" : "");
+    explain_shifts(c, "keys and values", sizeof(floatX));
+    say("  %c of each block", pp_defers_w(c) ? 'I' : 'B');
+    explain_shifts(c, "keys and values", sizeof(floatX));
+    explain_shifts(c, "their gradients, a step behind, to the owner", sizeof(float));
+}
+
 // Bytes of the gradients of which several tp ranks compute parts: those of key/value heads, or all others.
 static double partial_bytes(const Model *m, bool kv) {
     double sum = 0;
@@ -352,7 +387,7 @@ static double partial_bytes(const Model *m, bool kv) {
 // What is sent when all gradients are there, and after the step.
 static void explain_last_messages(const Model *m) {
     const Config *c = &m->config;
-    const char *part = c->zero && c->dp > 1 ? ", of which each dp rank has a shard" : "";
+    const char *part = c->zero && c->dp_cp > 1 ? ", of which each dp rank has a shard" : "";
     say("\nand once a step, after the last backward");
     if (partial_bytes(m, false) > 0)
         say("    all-reduce over tp of %.0f bytes of gradients that are sums of its ranks' parts (+)%s",
@@ -365,7 +400,7 @@ static void explain_last_messages(const Model *m) {
         say("    all-reduce over pipeline ranks 0 and %ld of %.0f bytes of the tied embedding's gradient%s",
             c->pp - 1, (double)m->bucket[0].count * (double)report_gradient_size(c), part);
     say("    all-reduce over all ranks of 16 bytes for the loss, of 8 for the gradient's norm");
-    if (c->dp == 1 || (c->zero != 1 && c->zero != 2)) return;
+    if (c->dp_cp == 1 || (c->zero != 1 && c->zero != 2)) return;
     say("  after the optimizer's step, awaited by the next forward");
     explain_collectives(m, "all-gather", 1, 0, m->n_buckets - 1, sizeof(floatX));
 }
@@ -389,11 +424,12 @@ static void explain_pp_messages(const Model *m) {
     enum { MOST = 24 };
     const Config *c = &m->config;
     const char *schedule = flag_choice(SCHEDULES, c->schedule);
-    size_t items = (size_t)c->micro_batch * (size_t)c->seq * (size_t)c->hidden / (size_t)(c->sp ? c->tp : 1);
+    size_t rows = (size_t)c->micro_batch * (size_t)c->local_seq / (size_t)(c->sp ? c->tp : 1);
+    size_t items = rows * (size_t)c->hidden;
     long n;
     Message *list = pp_messages(m->plan, m->pp_rank, &n);
-    say("\nmessages of a step in a pp group, --schedule %s: each [%zu, %ld] of %s, %zu bytes", schedule,
-        items / (size_t)c->hidden, c->hidden, report_type(sizeof(floatX)), items * sizeof(floatX));
+    say("\nmessages of a step in a pp group, --schedule %s: each [%zu, %ld] of %s, %zu bytes", schedule, rows,
+        c->hidden, report_type(sizeof(floatX)), items * sizeof(floatX));
     say("  F hands on the residual stream to the next stage, %s its gradient to the one before",
         pp_defers_w(c) ? "I" : "B");
     say("  those of pipeline rank %d, %ld in all, in the order in which both sides start them", m->pp_rank, n);
@@ -432,8 +468,9 @@ void report_explain(const Model *m) {
         i += a.n;
     }
     if (c->pp > 1) explain_pp_messages(m);
+    if (c->cp > 1) explain_cp_messages(m);
     if (c->tp > 1) explain_tp_messages(m);
-    if (c->dp > 1) explain_dp_messages(m);
+    if (c->dp_cp > 1) explain_dp_messages(m);
     if (report_world(c) > 1)
         explain_last_messages(m);
     else

@@ -131,7 +131,7 @@ void tp_reserve(Model *m) {
         size_t *most = run.comm == m->grid.kv ? &in_kv : &in_tp;
         DType type = run.bucket->own_grad32 ? DTYPE_F32 : FLOAT_X;
         size_t n = run.end - run.begin,
-               own = c->zero == 0 ? n : comm_shard_begin(run.bucket->count, (int)c->dp, 1);
+               own = c->zero == 0 ? n : comm_shard_begin(run.bucket->count, (int)c->dp_cp, 1);
         *most = larger(*most, comm_staging_bytes(n < own ? n : own, type, run.ranks));
     }
     ledger_add(MEM_COMMUNICATION, (ptrdiff_t)(in_tp + in_kv));

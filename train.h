@@ -2,7 +2,7 @@
 // is trained (Model). Then the strategies, a few prototypes each. What a run is, is in config.h; in which order a rank does what,
 // in pp_1f1b.h.
 //
-// Sizes, everywhere: B sequences a micro-batch, T tokens a sequence, N = B·T rows, C channels (--hidden), H query heads,
+// Sizes, everywhere: B sequences a micro-batch, T tokens of each on this rank, N = B·T rows, C channels (--hidden), H query heads,
 // KV key/value heads, D = C/H channels a head, F channels inside the MLP (--ffn), V the vocabulary, Vp padded, L layers.
 #ifndef TRAIN_H
 #define TRAIN_H
@@ -16,13 +16,14 @@
 #include "runtime/comm.h"
 
 // ---- Where a rank stands -------------------------------------------------------------------------------------------
-// rank = (pp · DP + dp) · TP + tp: tensor parallelism, which sends most, is among neighbours, and the pipeline, which sends
-// least, goes from host to host.
+// rank = ((pp · DP + dp) · CP + cp) · TP + tp: tensor parallelism, which sends most, is among neighbours, and the pipeline, which
+// sends least, goes from host to host.
 typedef struct {
     Comm *world; // every rank
-    Comm *pp;    // the ranks that hold other layers of the same model, and see the same sequences
-    Comm *dp;    // the ranks that hold the same parameters and see other sequences
-    Comm *tp;    // the ranks that share each matrix, and see the same sequences
+    Comm *pp;    // the ranks that hold other layers of the same model, and see the same tokens
+    Comm *dp;    // those that hold the same parameters and see other tokens: rank dp · CP + cp of DP · CP
+    Comm *cp;    // those of dp that see the same sequences, other tokens of them
+    Comm *tp;    // the ranks that share each matrix, and see the same tokens
     Comm *kv;    // those of tp that hold the same key/value heads: more than one where tp > --kv-heads
     Comm
         *tied; // those of pp that hold a tied embedding: the first stage's, and the last one's if it is another
@@ -135,6 +136,16 @@ typedef struct {
     floatX *logits;     // [N, Vp], then their gradient
 } HeadActivations;
 
+// What goes round in ring attention, and what is summed up meanwhile. E = 2·KV·D: keys and values of a token.
+typedef struct {
+    floatX *block[2]; // [N, E] keys and values: those that are used, and the next ones on their way
+    float *part[2];   // [N, E] gradients of a block's: this rank's part, then all so far, on their way right
+    float *arrived;   // [N, E] those that have come from the left
+    float *sum;       // [N, A+E]: o [N, A], or the gradients of this rank's own q, k and v
+    float *delta;     // [B, H, T]
+    double pairs;     // of a query and a key that this rank has computed, of one head, in all passes
+} Ring;
+
 typedef struct {
     Config config;
     Grid grid;
@@ -158,8 +169,8 @@ typedef struct {
     // One micro-batch, as it stands: B · T = N rows.
     size_t B, T;
     int32_t *tokens, *targets;                    // [B, T]; a target of −1 is none
-    int32_t *host_tokens, *host_targets, *window; // and one sequence [T + 1]
-    int32_t *positions;                           // [T] global position of each local token
+    int32_t *host_tokens, *host_targets, *window; // and one whole sequence [--seq + 1]
+    int32_t *positions, *host_positions;          // [T] global position of each local token
     float *rope;                                  // [T, D/2, 2] (llama)
     long loaded;                                  // which of the step's; −1: none
     // And those in flight, by Action.slot, .dout and .head. Under full recomputation acts has x alone; the rest is rebuilt.
@@ -174,6 +185,8 @@ typedef struct {
     floatX *gathered[2];         // [N, C]: rows that --sp brings together
     void *workspace;             // for kernels
     double *squares; // [n_params + 1]: Σ g² of each parameter on this rank; one more, for a sum over many
+
+    Ring ring;
 
     Plan *plan;                // of a step
     struct Pipeline *pipeline; // messages between stages (pp_1f1b.c)
@@ -258,6 +271,19 @@ void tp_cross_entropy(const Model *m, floatX *logits, float dloss);
 // Of parameters held by several tp ranks of which each has seen a part: sums that part of the gradient which is this rank's
 // own, once its sum over dp is there.
 void tp_sum_gradients(const Model *m);
+
+// ---- cp_ring.c: context parallelism -------------------------------------------------------------------------------------------
+// Which positions of a sequence rank r of cp has, as T local tokens: position [T], ascending.
+void cp_positions(const Config *c, int r, size_t T, int32_t *position);
+// Of a sequence of so many tokens or more (a sample's first ones), the least T that --cp and --sp can cut.
+size_t cp_local_tokens(const Config *c, size_t tokens);
+// Memory for what goes round. s here and below: of a rank's own queries and keys, side by side in rows of qkv.
+void cp_reserve(Model *m, AttentionShape s);
+// Causal flash attention of this rank's queries over the keys of all ranks of cp. qkv [N, A+E], o [N, A], lse [B, H, T].
+void cp_attention_forward(Model *m, floatX *o, float *lse, const floatX *qkv, AttentionShape s);
+// do_ [N, A] is the gradient of o; dqkv [N, A+E] is written.
+void cp_attention_backward(Model *m, floatX *dqkv, const floatX *do_, const floatX *o, const float *lse,
+                           const floatX *qkv, AttentionShape s);
 
 // ---- pp_1f1b.c: pipeline parallelism; its schedules are in pp_1f1b.h ---------------------------------------------------------
 // Opens the channels between stages. Collective over pp; not in a dry run.

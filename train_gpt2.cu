@@ -4,8 +4,9 @@
 //              -> evaluation, sampling -> main
 //
 // Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c, tp_sp.c,
-// pp_1f1b.c), what an operation computes in kernels/, what a run is (flags, presets, data) in config.c, where values come from and are
-// saved in state.c, what is printed in report.c and report_explain.c, and runtime/ is plumbing: memory, messages, files.
+// cp_ring.c, pp_1f1b.c), what an operation computes in kernels/, what a run is (flags, presets, data) in config.c, where values
+// come from and are saved in state.c, what is printed in report.c and report_explain.c, and runtime/ is plumbing: memory, messages,
+// files.
 //
 // Four letters name the work: F is a forward, I the gradient of an input, W the gradient of the weights, B both. (As sizes,
 // B, T, C, F … are those of train.h.) W's products have functions of their own, to stand where a rank would else only wait:
@@ -360,12 +361,13 @@ static size_t largest(size_t n, const size_t *x) {
 static void model_reserve(Model *m) {
     const Config *c = &m->config;
     m->B = (size_t)c->micro_batch;
-    m->T = (size_t)c->seq;
+    m->T = (size_t)c->local_seq;
     BlockSize s = block_size(m);
     size_t Vp = (size_t)c->padded_vocab, bucket = 0;
 
     dp_reserve(m);
     tp_reserve(m);
+    cp_reserve(m, attention_shape(m));
     pp_reserve(m);
     for (int i = 0; i < m->n_buckets; i++)
         if (m->bucket[i].count > bucket) bucket = m->bucket[i].count;
@@ -397,25 +399,24 @@ static void model_reserve(Model *m) {
 // A block: F, I and W
 // =====================================================================================================================
 
-static void attention_forward(const Model *m, Activations a) {
+static void attention_forward(Model *m, Activations a) {
     BlockSize s = block_size(m);
     const floatX *q = a.qkv, *k = q + s.A, *v = k + s.KV * s.D;
     if (a.probs)
         naive_attention_forward(a.o, a.probs, q, k, v, attention_shape(m), m->workspace);
     else
-        flash_attention_forward(a.o, a.lse, q, k, v, attention_shape(m), m->workspace);
+        cp_attention_forward(m, a.o, a.lse, a.qkv, attention_shape(m));
 }
 
 // do_ [N, A] is the gradient of a.o; dqkv [N, A+2·KV·D] is written.
-static void attention_backward(const Model *m, Activations a, floatX *dqkv, const floatX *do_) {
+static void attention_backward(Model *m, Activations a, floatX *dqkv, const floatX *do_) {
     BlockSize s = block_size(m);
     size_t k = s.A, v = k + s.KV * s.D;
     if (a.probs)
         naive_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a.probs, a.qkv, a.qkv + k, a.qkv + v,
                                  attention_shape(m), m->workspace);
     else
-        flash_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a.o, a.lse, a.qkv, a.qkv + k, a.qkv + v,
-                                 attention_shape(m), m->workspace);
+        cp_attention_backward(m, dqkv, do_, a.o, a.lse, a.qkv, attention_shape(m));
 }
 
 // Rows are there now.
@@ -689,19 +690,20 @@ static void chunk_backward(Model *m, const Action *a) {
 // One training step
 // =====================================================================================================================
 
-// Global positions of the local tokens, and the rotary angles that follow.
-static void set_positions(Model *m) {
-    int32_t *position = host_alloc(m->T, sizeof(int32_t));
-    for (size_t t = 0; t < m->T; t++) position[t] = (int32_t)t;
-    device_copy_in(m->positions, position, m->T * sizeof(int32_t));
-    if (m->rope) rope_table(m->rope, m->positions, m->T, block_size(m).D, (float)m->config.rope_theta);
-    free(position);
+// How many tokens of a sequence are here: their global positions, and the rotary angles that follow.
+static void set_positions(Model *m, size_t T) {
+    m->T = T;
+    cp_positions(&m->config, m->grid.cp->rank, T, m->host_positions);
+    device_copy_in(m->positions, m->host_positions, T * sizeof(int32_t));
+    if (m->rope) rope_table(m->rope, m->positions, T, block_size(m).D, (float)m->config.rope_theta);
 }
 
-// Row b of the micro-batch becomes window [T + 1]: its first T tokens are inputs, its last T their targets.
+// Row b of the micro-batch becomes this rank's part of a window [--seq + 1]: each token's target is the one behind it.
 static void set_row(Model *m, size_t b, const int32_t *window) {
-    memcpy(m->host_tokens + b * m->T, window, m->T * sizeof(int32_t));
-    memcpy(m->host_targets + b * m->T, window + 1, m->T * sizeof(int32_t));
+    for (size_t t = 0; t < m->T; t++) {
+        m->host_tokens[b * m->T + t] = window[m->host_positions[t]];
+        m->host_targets[b * m->T + t] = window[m->host_positions[t] + 1];
+    }
 }
 
 // Tokens become rows of this rank's slice of the vocabulary, or −1.
@@ -715,12 +717,17 @@ static void send_rows(Model *m) {
     device_copy_in(m->targets, m->host_targets, m->B * m->T * sizeof(int32_t));
 }
 
-// Sequence i of the global batch goes to micro-batch i / (B · ranks), there to rank i / B mod ranks, row i mod B.
+// Row b of a micro-batch is this sequence of the global batch: i goes to micro-batch i / (B · DP), there to the ranks of dp
+// i / B mod DP, row i mod B.
+static uint64_t sequence_of(const Model *m, long micro, size_t b) {
+    const Config *c = &m->config;
+    return ((uint64_t)micro * (uint64_t)c->dp + (uint64_t)(m->grid.dp->rank / c->cp)) * m->B + b;
+}
+
 static void load_micro_batch(Model *m, long step, long micro) {
     const Config *c = &m->config;
-    const Comm *dp = m->grid.dp;
     for (size_t b = 0; b < m->B; b++) {
-        uint64_t i = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank) * m->B + b;
+        uint64_t i = sequence_of(m, micro, b);
         data_train_sequence(train_data, (uint64_t)step * (uint64_t)c->global_batch + i, (int)c->vocab,
                             m->window);
         set_row(m, b, m->window);
@@ -840,9 +847,8 @@ static StepResult train_step(Model *m, long step) {
 
 // Rows beyond the end of the n windows have no targets.
 static void load_validation(Model *m, long n, long micro) {
-    const Comm *dp = m->grid.dp;
     for (size_t b = 0; b < m->B; b++) {
-        uint64_t w = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank) * m->B + b;
+        uint64_t w = sequence_of(m, micro, b);
         data_window(val_data, w < (uint64_t)n ? w : 0, (int)m->config.vocab, m->window);
         set_row(m, b, m->window);
         if (w >= (uint64_t)n) memset(m->host_targets + b * m->T, 0xff, m->T * sizeof(int32_t));
@@ -863,8 +869,9 @@ static double evaluate(Model *m) {
     long at_once = c->dp * c->micro_batch;
     Plan *plan = pp_plan(c, ((long)n + at_once - 1) / at_once, true, UNIT_COSTS);
     KernelFlops trained = kernel_flops;
-    double sum = run_plan(m, plan, load_validation, (long)n, 0);
+    double pairs = m->ring.pairs, sum = run_plan(m, plan, load_validation, (long)n, 0);
     kernel_flops = trained;
+    m->ring.pairs = pairs;
     pp_free(plan);
     return sum_of_losses(m, sum) / ((double)n * (double)c->seq);
 }
@@ -884,27 +891,31 @@ static int32_t draw(const floatX *logits, long V, double u) {
 
 static void load_sample(Model *m, long of, long micro) {
     (void)of, (void)micro;
+    set_row(m, 0, m->window);
+    memset(m->host_targets, 0xff, m->T * sizeof(int32_t));
     send_rows(m);
 }
 
-// The next token, from the logits after the last of those seen. Where the head is, every rank draws the same.
+// The next token, from the logits after the last of those seen. Where these are, every rank draws the same.
 static int32_t next_token(Model *m, size_t seen, floatX *logits, double u) {
     const Param *wte = &m->param[0]; // the columns of the logits are its rows
     size_t V = (size_t)m->config.vocab;
     int32_t token = 0;
-    if (m->chunk_of[m->n_units - 1] >= 0) {
-        device_copy_out(logits + wte->row, m->head[0].logits + (seen - 1) * (size_t)m->config.padded_vocab,
+    size_t last = 0;
+    while (last < m->T && (size_t)m->host_positions[last] != seen - 1) last++;
+    if (m->chunk_of[m->n_units - 1] >= 0 && last < m->T) {
+        device_copy_out(logits + wte->row, m->head[0].logits + last * (size_t)m->config.padded_vocab,
                         wte->slice_rows * sizeof(floatX));
         comm_wait(comm_host_all_gather(m->grid.tp, logits, logits + wte->row, V, FLOAT_X));
         token = draw(logits, (long)V, u);
     }
-    return (int32_t)comm_sum(m->grid.pp, token);
+    return (int32_t)comm_sum(m->grid.cp, comm_sum(m->grid.pp, token));
 }
 
-// Writes `count` tokens of the model's own, each drawn from the distribution after the last T.
+// Writes `count` tokens of the model's own, each drawn from the distribution after the last --seq.
 static void sample(Model *m, long count, long step) {
     const Config *c = &m->config;
-    size_t B = m->B, T = m->T, V = (size_t)c->vocab, tp = c->sp ? (size_t)c->tp : 1;
+    size_t B = m->B, T = m->T, V = (size_t)c->vocab, most = (size_t)c->seq;
     bool text = V == 256;
     int32_t *token = host_alloc((size_t)count + 1, sizeof(int32_t));
     floatX *logits = host_alloc(V, sizeof(floatX));
@@ -912,16 +923,16 @@ static void sample(Model *m, long count, long step) {
     size_t length = 0;
     token[0] = text ? '\n' : (int32_t)V - 1; // a text starts a line; GPT-2's last token is its end of text
     KernelFlops trained = kernel_flops;
+    double pairs = m->ring.pairs;
     Plan *plan = pp_plan(c, 1, true, UNIT_COSTS);
     m->B = 1;
-    memset(m->host_targets, 0xff, T * sizeof(int32_t));
     // All ranks go on or none: at ZeRO-3 a forward takes all of them.
     long i = 1;
     for (; i <= count && comm_all_true(m->grid.world, !stop_signal); i++) {
-        size_t seen = (size_t)i < T ? (size_t)i : T;
-        m->T = (seen + tp - 1) / tp * tp; // no token sees those behind it
-        memset(m->host_tokens, 0, m->T * sizeof(int32_t));
-        memcpy(m->host_tokens, token + i - (long)seen, seen * sizeof(int32_t));
+        size_t seen = (size_t)i < most ? (size_t)i : most, here = cp_local_tokens(c, seen);
+        if (here != m->T) set_positions(m, here);
+        memset(m->window, 0, (most + 1) * sizeof(int32_t)); // no token sees those behind it
+        memcpy(m->window, token + i - (long)seen, seen * sizeof(int32_t));
         run_plan(m, plan, load_sample, 0, 0);
         uint64_t stream = random_stream((uint64_t)c->seed, "sample") ^ (uint64_t)step;
         token[i] = next_token(m, seen, logits, random_uniform(stream, (uint64_t)i));
@@ -932,8 +943,9 @@ static void sample(Model *m, long count, long step) {
     const char *cut = i <= count ? ", asked to end" : "";
     say("sample of %ld %s after step %ld%s:\n%s", i - 1, text ? "bytes" : "tokens", step, cut, out);
     m->B = B;
-    m->T = T;
+    set_positions(m, T);
     kernel_flops = trained;
+    m->ring.pairs = pairs;
     pp_free(plan);
     free(token);
     free(logits);
@@ -1040,12 +1052,13 @@ static void enter_rest(Comm *world, MemCategory category) {
     comm_wait(comm_barrier(world));
 }
 
-// rank = (pp · DP + dp) · TP + tp (a dry run is rank 0).
+// rank = ((pp · DP + dp) · CP + cp) · TP + tp (a dry run is rank 0).
 static void make_grid(const Config *c, Grid *g) {
-    int tp = (int)c->tp, in_stage = (int)(c->dp * c->tp), rank = g->world->rank;
+    int tp = (int)c->tp, cp = (int)c->cp, in_stage = (int)c->dp_cp * tp, rank = g->world->rank;
     int holders = c->tp > c->kv_heads ? tp / (int)c->kv_heads : 1;
     g->pp = comm_split(g->world, rank % in_stage, rank, "pp");
     g->dp = comm_split(g->world, rank / in_stage * tp + rank % tp, rank, "dp");
+    g->cp = comm_ring(g->world, rank / (cp * tp) * tp + rank % tp, rank, "cp");
     g->tp = comm_split(g->world, rank / tp, rank, "tp");
     g->kv = comm_split(g->world, rank / holders, rank, "kv");
     bool end = pp_ties(c) && (g->pp->rank == 0 || g->pp->rank == g->pp->size - 1);
@@ -1114,8 +1127,9 @@ int main(int argc, char **argv) {
     m.host_tokens = host_alloc(m.B * m.T, sizeof(int32_t));
     m.host_targets = host_alloc(m.B * m.T, sizeof(int32_t));
     m.host_losses = host_alloc(m.B * m.T, sizeof(float));
-    m.window = host_alloc(m.T + 1, sizeof(int32_t));
-    set_positions(&m);
+    m.window = host_alloc((size_t)c->seq + 1, sizeof(int32_t));
+    m.host_positions = host_alloc(m.T, sizeof(int32_t));
+    set_positions(&m, m.T);
     if (c->resume)
         state_resume(&m, checkpoint);
     else if (c->init)

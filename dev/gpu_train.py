@@ -7,7 +7,8 @@
 GPT-2 124M on sequences of 1,024 tokens, in bf16 and, where the card has it, in fp8: tokens a second and MFU, the median of the
 steps after the first five. Then the law: ten steps in fp32 on the GPU, by 1 rank and, where MPI is there, by 2 and 4 that
 share the GPU (--comm mpi) or, where there are as many, have one each (NCCL), at each ZeRO stage, with the matrices cut among
-them (--tp, --sp) and with the layers spread over them (--pp, each schedule), give the loss (2e-5) and the gradient norm (2e-4) of the same run on one CPU rank.
+them (--tp, --sp), the sequences (--cp, both orders) and the layers (--pp, each schedule), give the loss (2e-5) and the gradient
+norm (2e-4) of the same run on one CPU rank.
 Standard library only. Ends with 1 where the law is broken or a run fails.
 """
 import argparse
@@ -29,9 +30,9 @@ ZERO = [f"--zero {stage}" for stage in range(4)]
 SCHEDULES = [f"--pp 2 --accum 4 --schedule {s}" for s in ("afab", "1f1b", "interleaved", "zb-h1", "zbv")]
 LAYOUTS = {  # by ranks
     1: [""],
-    2: [*ZERO, "--tp 2", "--tp 2 --sp", *SCHEDULES],
-    4: [*ZERO, "--tp 4", "--tp 4 --sp", "--tp 2 --sp --zero 3", "--pp 2 --accum 4 --schedule zbv --zero 3",
-        "--pp 2 --accum 4 --schedule zb-h1 --tp 2 --sp"],
+    2: [*ZERO, "--tp 2", "--tp 2 --sp", "--cp 2", "--cp 2 --cp-order contiguous", *SCHEDULES],
+    4: [*ZERO, "--tp 4", "--tp 4 --sp", "--tp 2 --sp --zero 3", "--cp 4", "--cp 2 --tp 2 --sp --zero 3",
+        "--pp 2 --accum 4 --schedule zbv --zero 3", "--pp 2 --accum 4 --schedule zb-h1 --tp 2 --sp"],
 }  # fmt: skip
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,8 +98,8 @@ def the_law():
             for layout in LAYOUTS[ranks]:
                 name = f"{arch}, {ranks} rank{'s' * (ranks > 1)}, {comm}, {layout}"
                 layout = layout.split()
-                tp, pp, accum = (int(dict(zip(layout, layout[1:])).get(flag, 1)) for flag in ("--tp", "--pp", "--accum"))
-                layout += ["--micro-batch", BATCH // (ranks // tp // pp * accum), "--comm", comm]
+                tp, cp, pp, accum = (int(dict(zip(layout, layout[1:])).get(f, 1)) for f in ("--tp", "--cp", "--pp", "--accum"))
+                layout += ["--micro-batch", BATCH // (ranks // tp // cp // pp * accum), "--comm", comm]
                 got = run(here, *model, *layout, *(["--ranks", ranks] if ranks > 1 else []))
                 if isinstance(got, str):
                     print(f"{name:72} failed: {got}")

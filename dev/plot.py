@@ -44,6 +44,7 @@ KINDS = {
     "all_gather": "#76b7b2",
     "broadcast": "#edc948",
     "send": "#d37295",
+    "shift": "#ff9da7",
     "barrier": "#9c755f",
     "other": "#bab0ac",
 }

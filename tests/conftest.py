@@ -188,40 +188,73 @@ def text(tmp_path_factory):
 
 
 # ---- many options, few runs --------------------------------------------------------------------------------------
-def covering(axes, legal=lambda case: True, seed=0, tries=40):
+def together(axes, names, legal):
+    """axes, but those of these names are one, whose values are what of their product is legal: draws waste less."""
+    values = [v for v in itertools.product(*(axes[n] for n in names)) if legal(dict(zip(names, v)))]
+    return {tuple(names): values, **{n: v for n, v in axes.items() if n not in names}}
+
+
+def each_alone(axes):
+    """{names: [their values, …], …}: an axis of one name is one of a tuple of names, like those of `together`."""
+    return {n if isinstance(n, tuple) else (n,): v if isinstance(n, tuple) else [(x,) for x in v] for n, v in axes.items()}
+
+
+def drawn(r, axes):
+    return {name: x for names, values in axes.items() for name, x in zip(names, r.choice(values))}
+
+
+def holding(axes, pair):
+    """axes, with those values alone that a case with this pair may have."""
+    fixed = dict(pair)
+
+    def fits(names, v):
+        return all(fixed.get(n, x) == x for n, x in zip(names, v))
+
+    return {names: [v for v in values if fits(names, v)] for names, values in axes.items()}
+
+
+def covering(axes, legal=lambda case: True, seed=0, tries=40, most=2500):
     """Cases (dicts) such that every pair of values of two axes that is legal at all appears in one of them.
 
     Greedy: each case starts from a pair not seen yet, the rest is drawn at random `tries` times, and the legal draw
-    that covers most new pairs stays. Pairs for which no legal case is found are left out."""
-    r, names = random.Random(seed), list(axes)
-    wanted = [((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]]
-    wanted = dict.fromkeys(wanted)  # ordered, unlike a set of strings
+    that covers most new pairs stays. Pairs for which `most` draws find no legal case are left out."""
+    r, axes = random.Random(seed), each_alone(axes)
+    items = dict.fromkeys((n, v[i]) for names, values in axes.items() for i, n in enumerate(names) for v in values)
+    bit = {item: 1 << i for i, item in enumerate(items)}
+    # Of every value, those of other axes that it has not been seen with, as a set of bits.
+    wanted = {a: sum(bit[b] for b in items if b[0] != a[0]) for a in items}
     cases = []
-    while wanted:
-        (a, x), (b, y) = pair = next(iter(wanted))
-        best, gain = None, set()
-        for draw in range(50 * tries):  # many more where few draws are legal
-            case = {n: r.choice(axes[n]) for n in names}
-            case.update({a: x, b: y})
+
+    def seen(case):
+        """The bits of a case, and how many pairs in it are new; each is counted from both its ends."""
+        bits = sum(bit[item] for item in case.items())
+        return bits, sum((wanted[item] & bits).bit_count() for item in case.items())
+
+    for a, b in itertools.combinations(items, 2):
+        if not wanted[a] & bit[b]:
+            continue
+        choice, best, gain = holding(axes, (a, b)), None, 0
+        for draw in range(most if all(choice.values()) else 0):
+            case = drawn(r, choice)
             if not legal(case):
                 continue
-            new = {p for p in itertools.combinations(case.items(), 2) if p in wanted}
-            if len(new) > len(gain):
-                best, gain = case, new
+            bits, new = seen(case)
+            if new > gain:
+                best, best_bits, gain = case, bits, new
             if best and draw >= tries:
                 break
-        for p in gain or [pair]:
-            del wanted[p]
         if best:
             cases.append(best)
+            for item in best.items():
+                wanted[item] &= ~best_bits
     return cases
 
 
 def draw(axes, legal, n, seed):
     """n random legal cases."""
-    r, cases = random.Random(seed), []
+    r, axes, cases = random.Random(seed), each_alone(axes), []
     while len(cases) < n:
-        case = {name: r.choice(values) for name, values in axes.items()}
+        case = drawn(r, axes)
         if legal(case):
             cases.append(case)
     return cases

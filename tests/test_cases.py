@@ -127,7 +127,14 @@ CASES = {
     "tp beyond ranks": ("--tp 4", 2, r"--tp 4: needs 4 ranks, .*; the run has [12]; nearest: --ranks 4, or --tp [12]$"),
     "pp beyond ranks": (
         "--layers 4 --pp 4", 2, r"--pp 4: needs 4 ranks, .*; the run has [12]; nearest: --ranks 4, or --pp [12]$"),
-    "pp beyond layers": ("--layers 1 --pp 2", 2, r"--pp 2: 2 stages, and --layers 1; nearest: --pp 1, or --layers 2$"),
+    "pp beyond layers": ("--layers 1 --pp 2", 2, r"--pp 2: 2 stages, and --layers 1; nearest: --pp 1(, or --layers 2)?$"),
+    "cp beyond ranks": ("--cp 4", 2, r"--cp 4: needs 4 ranks, .*; the run has [12]; nearest: --ranks 4, or --cp [12]$"),
+    "seq over cp": (
+        "--cp 2 --seq 30", 2, r"--seq 30: --cp-order zigzag cuts it into 2 · --cp 2 equal parts; nearest: 28 or 32$"),
+    "cp beyond the sequence": ("--cp 4 --seq 4", 2, r"--seq 4: .* 2 · --cp 4 equal parts; nearest: --cp [12]$"),
+    "whole rows over cp": ("--cp 2 --attention naive", 2, r"--attention naive: .* --cp 2 .*; nearest: flash$"),
+    "order of parts": ("--cp 2 --cp-order zig-zag", 2, r"--cp-order zig-zag: not one of zigzag\|contiguous; nearest: zigzag$"),
+    "resume in parts": ("--resume ckpt --steps 4 --cp 3 --seq 64", 2, r"--seq 64: .* 2 · --cp 3 equal parts; nearest: 60$"),
     "stages that a schedule has not": (
         "--virtual-stages 3", 2, r"--virtual-stages 3: --schedule 1f1b has 1 a rank; nearest: 1, or --schedule interleaved$"),
     "batch-tokens": (
@@ -390,12 +397,50 @@ def test_ranks_that_do_not_fit_the_launcher(place):
     ("--ranks 4 --tp 2 --batch-tokens 200", r"--batch-tokens 200: not a multiple of .* dp = 256; nearest: 256$"),
     ("--dry-run --ranks 16 --tp 8 --heads 8 --dp 4", r"--dp 4: the run has 16 ranks and --tp 8; nearest: 2$"),
     ("--explain --tp 3", r"--tp 3 does not divide 4 attention heads; nearest: 2 or 4$"),
+    # What cp cuts: a sequence, in one part or two a rank, and with --sp in as many of each again;
+    ("--cp 0", r"--cp 0: outside 1 to .*nearest: 1$"),
+    ("--cp 2.5", r"--cp 2.5: not a whole number"),
+    ("--ranks 4 --cp 4 --seq 100", r"--seq 100: --cp-order zigzag cuts it into 2 · --cp 4 equal parts; nearest: 96 or 104$"),
+    ("--ranks 4 --cp 4 --cp-order contiguous --seq 99",
+     r"--seq 99: --cp-order contiguous cuts it into --cp 4 equal parts; nearest: 96 or 100$"),
+    ("--ranks 8 --cp 2 --tp 4 --sp --seq 36",  # 36 is a multiple of 2 · 2 and of 4
+     r"--seq 36: --cp-order zigzag .* 2 · --cp 2 equal parts, and --sp each rank's tokens into --tp 4; nearest: 32 or 40$"),
+    ("--ranks 6 --cp 2 --tp 3 --sp --seq 42 --heads 6 --hidden 48 --ffn 48", r"--seq 42: .* --tp 3; nearest: 36 or 48$"),
+    ("--ranks 6 --cp 2 --tp 3 --sp --seq 44 --cp-order contiguous --heads 6 --hidden 48 --ffn 48",
+     r"--seq 44: --cp-order contiguous cuts it into --cp 2 .*, and --sp .* --tp 3; nearest: 42 or 48$"),
+    ("--ranks 8 --cp 2 --tp 4 --seq 30", r"--seq 30: .* into 2 · --cp 2 equal parts; nearest: 28 or 32$"),  # without --sp
+    ("--ranks 3 --cp 3 --init init.safetensors --seq 64", r"--seq 64: .* 2 · --cp 3 equal parts; nearest: 60$"),
+    ("--ranks 3 --cp 3 --arch llama --resume llama --seq 64 --steps 4", r"--seq 64: .* --cp 3 .*; nearest: 60 or 66$"),
+    # of one shorter than that, not all ranks get some;
+    ("--ranks 64 --cp 64 --seq 32", r"--seq 32: .* 2 · --cp 64 equal parts; nearest: --cp 16, or --seq 128$"),
+    ("--ranks 64 --cp 64 --seq 32 --cp-order contiguous", r"--seq 32: .* into --cp 64 .*; nearest: --cp 32, or --seq 64$"),
+    ("--ranks 8 --dp 1 --cp 8 --seq 8", r"--seq 8: .* 2 · --cp 8 equal parts; nearest: --cp 4 --dp 2, or --seq 16$"),
+    ("--ranks 6 --cp 6 --seq 4", r"--seq 4: .* 2 · --cp 6 equal parts; nearest: --cp 2, or --seq 12$"),
+    ("--ranks 4 --cp 64 --seq 32", r"--seq 32: .* 2 · --cp 64 equal parts; nearest: --cp 4$"),
+    ("--ranks 4 --cp 4 --init init.safetensors --seq 7", r"--seq 7: .* nearest: --cp 1, or --seq 8$"),
+    ("--dry-run --cp 48 --init init.safetensors --seq 60", r"--seq 60: .* 2 · --cp 48 equal parts; nearest: --cp 30$"),
+    # a whole row of scores is no rank's;
+    ("--ranks 2 --cp 2 --attention naive", r"--attention naive: it keeps whole rows .* --cp 2 ranks .*; nearest: flash$"),
+    # and the world, and the batch.
+    ("--ranks 6 --cp 4", r"--cp 4: needs 4 ranks, .*; the run has 6; nearest: --ranks 4 or 8, or --cp 2$"),
+    ("--ranks 6 --cp 4 --seq 72", r"--cp 4: needs 4 ranks, .*; the run has 6; nearest: --ranks 4 or 8, or --cp 3$"),
+    ("--ranks 6 --cp 2 --tp 2 --sp", r"--tp 2 --cp 2: needs 4 ranks, .*; the run has 6; nearest: --ranks 4 or 8, or --cp 1$"),
+    ("--ranks 6 --cp 2 --tp 4 --pp 2", r"--tp 4 --cp 2 --pp 2: needs 16 .*; nearest: --ranks 16, or --tp 2 --cp 1 --pp 1$"),
+    ("--ranks 12 --cp 4 --tp 2", r"--tp 2 --cp 4: needs 8 .*; nearest: --ranks 8 or 16, or --cp 2$"),
+    ("--ranks 6 --dp 2 --cp 4", r"--dp 2: with --cp 4 it takes 8 ranks, the run has 6; nearest: --ranks 8$"),
+    ("--ranks 8 --cp 2 --tp 2 --dp 3", r"--dp 3: the run has 8 ranks and --tp 2 --cp 2; nearest: 2$"),
+    ("--dry-run --ranks 100000 --cp 3 --seq 36", r"--cp 3: needs 3 ranks, .* has 100000; nearest: --ranks 99999, or --cp 2$"),
+    ("--ranks 4 --cp 2 --batch-tokens 200",  # which counts the whole sequences of two ranks of dp
+     r"--batch-tokens 200: not a multiple of micro-batch · seq · dp = 256; nearest: 256$"),
+    ("--ranks 6 --cp 2 --pp 4 --layers 3", r"--pp 4: 4 stages, and --layers 3; nearest: --pp 3$"),
     # The pipeline's ranks: of the world,
     ("--pp 0", r"--pp 0: outside 1 to .*nearest: 1$"),
     ("--pp 1.5", r"--pp 1.5: not a whole number"),
     ("--ranks 8 --pp 3 --layers 3", r"--pp 3: needs 3 ranks, .*; the run has 8; nearest: --ranks 6 or 9, or --pp 2$"),
     ("--ranks 6 --tp 2 --pp 4 --layers 4", r"--tp 2 --pp 4: needs 8 .*; the run has 6; nearest: --ranks 8, or --pp 3$"),
     ("--ranks 6 --tp 4 --pp 2", r"--tp 4 --pp 2: needs 8 .*; the run has 6; nearest: --ranks 8, or --tp 2 --pp 1$"),
+    ("--ranks 6 --pp 4 --accum 4 --schedule interleaved --virtual-stages 2 --layers 12",
+     r"--pp 4: needs 4 ranks, .*; the run has 6; nearest: --ranks 4 or 8, or --pp 2$"),  # 3 does not divide 4
     ("--ranks 10 --tp 4 --pp 5 --layers 5", r"--tp 4 --pp 5: needs 20 .*; nearest: --ranks 20, or --tp 2$"),
     ("--ranks 8 --tp 2 --pp 2 --dp 3", r"--dp 3: the run has 8 ranks and --tp 2 --pp 2; nearest: 2$"),
     ("--ranks 8 --pp 2 --dp 3", r"--dp 3: the run has 8 ranks and --pp 2; nearest: 4$"),
@@ -451,10 +496,36 @@ def test_ranks(flags, pattern, place):
     ("--pp 4 --accum 4 --schedule zb-h1", 4), ("--pp 2 --accum 3 --schedule zbv", 2),
     ("--pp 2 --accum 2 --schedule interleaved", 2), ("--dp 2 --pp 2 --schedule interleaved --batch-tokens 2048", 4),
     ("--pp 2 --accum 4 --schedule interleaved --virtual-stages 3 --layers 6", 2),
+    ("--cp 4", 4), ("--cp 32", 32), ("--cp 64 --cp-order contiguous", 64), ("--dp 4 --tp 2 --cp 4 --pp 2", 64),
+    ("--ranks 64 --dp 4 --tp 2 --cp 4 --pp 2 --sp", 64), ("--cp 3 --seq 33 --cp-order contiguous", 3),
+    ("--cp 2 --tp 3 --sp --seq 36 --heads 6 --hidden 48 --ffn 48", 6), ("--ranks 8 --cp 2 --batch-tokens 2048", 8),
 ])  # fmt: skip
 def test_one_process_answers_for_any_grid(flags, world, place):
     r = run_program(build(), ["--dry-run", "--json", *flags.split()], timeout=SECONDS, cwd=place, env=CPU_ENV)
     assert r.code == 0 and not r.stderr and json.loads(r.stdout)["world"] == world, f"{r}"
+
+
+@pytest.mark.parametrize("flags", [
+    "--ranks 6 --cp 4 --seq 72", "--ranks 12 --tp 4 --cp 2 --pp 3", "--ranks 20 --tp 4 --sp --cp 5 --pp 2 --seq 80",
+    "--ranks 96 --tp 8 --sp --cp 16 --seq 96", "--ranks 96 --tp 8 --sp --cp 16 --seq 96 --cp-order contiguous",
+    "--tp 8 --sp --cp 3 --seq 100", "--ranks 48 --cp 48 --dp 1 --seq 36", "--ranks 24 --dp 3 --cp 8 --seq 12 --tp 4 --sp",
+    "--ranks 6 --cp 2 --tp 4 --pp 2", "--ranks 8 --cp 2 --pp 8 --layers 7", "--ranks 6 --cp 4 --pp 8 --layers 7",
+    "--ranks 12 --cp 2 --pp 4 --accum 4 --schedule interleaved --layers 12", "--cp 2 --attention naive",
+])  # fmt: skip
+def test_what_is_nearest_is_legal(flags, place):
+    """No suggestion leads to another refusal."""
+
+    def run(of):
+        command = ["--dry-run", "--json", *(w for flag, values in of.items() for w in [flag, *values])]
+        return run_program(build(), command, timeout=SECONDS, cwd=place, env=CPU_ENV)
+
+    refused = run(split(flags))
+    check(refused, place, USAGE, r"nearest: ")
+    flag, nearest = re.search(r"train: (--[\w-]+).*nearest: (.*)$", refused.stderr.strip()).groups()
+    for words in re.split(",? or ", nearest):
+        flag = words.split()[0] if words.startswith("--") else flag
+        r = run({**split(flags), **split(words if words.startswith("--") else f"{flag} {words}")})
+        assert r.code == 0 and not r.stderr, f"{words}: {r}"
 
 
 def test_gpipe_is_afab(place):
@@ -486,8 +557,18 @@ def test_what_has_no_effect_in_a_pipeline(flags, ranks, without, place):
     assert r.code == 0 and re.findall("^(.*) changes nothing: ", r.stdout, re.M) == without, f"{r}"
 
 
+@pytest.mark.parametrize("flags, ranks, without", [
+    ("--cp 2 --zero 2 --check-replicas 1 --no-overlap --comm mpi", 2, []),  # as over dp
+    ("--cp 2 --zero 3 --check-replicas 1", 2, ["--check-replicas"]),
+    ("--cp-order zigzag", 2, ["--cp-order"]), ("--cp 2 --cp-order contiguous", 2, []),
+])  # fmt: skip
+def test_what_has_no_effect_over_cp(flags, ranks, without, place):
+    r = run_program(build(), words(f"{flags} --steps 1"), ranks, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    assert r.code == 0 and re.findall("^(.*) changes nothing: ", r.stdout, re.M) == without, f"{r}"
+
+
 @pytest.mark.parametrize("flags, says", [
-    ("--zero 2", True), ("--zero 3", True), ("--zero 1", False), ("--zero 2 --accum 1", False)])  # fmt: skip
+    ("--zero 2 --cp 2", True), ("--zero 1 --cp 2", False), ("--zero 2", True), ("--zero 3", True), ("--zero 1", False), ("--zero 2 --accum 1", False)])  # fmt: skip
 def test_zero_1_is_best_in_a_pipeline(flags, says, place):
     run = words(f"--pp 2 --micro-batch 2 --steps 1 {'' if 'accum' in flags else '--accum 2 '}{flags}")
     r = run_program(build(), run, 4, timeout=SECONDS, cwd=place, env=CPU_ENV)
@@ -629,11 +710,24 @@ def test_sanitized_training(options, ranks, place, tmp_path):
      r"--batch-tokens 1: one micro-batch of all ranks is 10{17}; nearest: a smaller --micro-batch$"),
     ("--micro-batch 1 --seq 1 --batch-tokens 1e12", r"--batch-tokens 10{12}: 10{12} micro-batches through 1 stages, more"),
     ("--micro-batch 100000 --seq 10000000 --accum 1000000 --schedule afab", r"--layers 4 .* would need"),
+    ("--dp 100000 --tp 8 --cp 10000 --seq 20000", r"--dp 100000 --tp 8 --cp 10000: 8000000000 ranks, more than"),
+    ("--cp 10000 --seq 9999999", r"--seq 9999999: .* 2 · --cp 10000 equal parts; nearest: 9980000 or 10000000$"),
+    ("--cp 9999 --tp 8 --sp --seq 9999999", r"--seq 9999999: .* --cp 9999 .*, and --sp .*; nearest: 9999000$"),
+    ("--micro-batch 100000 --seq 10000000 --accum 100 --schedule afab", r"--layers 4 .* would need"),
+    ("--micro-batch 100000 --seq 10000000 --accum 20 --dp 100000 --cp 10000",
+     r"--micro-batch 100000 --accum 20 --dp 100000: 2.0e\+18 tokens a step; nearest: fewer$"),
 ])  # fmt: skip
 def test_largest_numbers(flags, says, place):
     """Flags at the ends of their ranges, or just beyond: products of them are no undefined behaviour."""
     r = run_program(build(sanitize=SANITIZE), ["--dry-run", *flags.split()], timeout=SECONDS, cwd=place, env=CPU_ENV)
     check(r, place, USAGE, says)
+
+
+def test_a_rank_needs_memory_for_its_part(place):
+    """What is refused above is no more than others have, on 10,000 ranks."""
+    flags = "--dry-run --json --cp 10000 --micro-batch 100000 --seq 10000000 --accum 100 --schedule afab".split()
+    r = run_program(build(), flags, timeout=SECONDS, cwd=place, env=CPU_ENV)
+    assert r.code == 0 and not r.stderr, f"{r}"
 
 
 def test_the_good_files_train(place):

@@ -22,6 +22,8 @@ LAYOUT_AXES = {
     "dp": [1, 2, 4],
     "tp": [1, 2],
     "sp": [False, True],
+    "cp": [1],  # more below
+    "cp_order": ["zigzag"],
     "zero": [0, 1, 2, 3],
     "comm": ["mpi", "nccl"],
     "seed": [1, 2, 3],
@@ -37,7 +39,7 @@ SEEDS = LAYOUT_AXES["seed"]
 
 
 def ranks(x):
-    return x["dp"] * x["tp"]
+    return x["dp"] * x["tp"] * x["cp"]
 
 
 def legal(x):
@@ -49,6 +51,7 @@ def flags(x):
     out = ["--arch", x["arch"], "--layers", x.get("layers", LAYERS), "--heads", 2, "--kv-heads", x["kv_heads"], "--hidden", 32]
     out += ["--ffn", x["ffn"], "--seq", x["seq"], "--lr", 3e-3, "--warmup", 3, "--peak-tflops", 1, "--eval-every", 0]
     out += ["--micro-batch", BATCH // (x["dp"] * x["accum"]), "--accum", x["accum"], "--zero", x["zero"], "--tp", x["tp"]]
+    out += ["--cp", x["cp"], "--cp-order", x["cp_order"]] if x["cp"] > 1 else []
     out += ["--recompute", x["recompute"], "--attention", x["attention"], "--bucket-mb", x["bucket_mb"]]
     return out + [f"--{name.replace('_', '-')}" for name in ("sp", "no_overlap", "lazy_optimizer") if x[name]]
 
@@ -111,7 +114,7 @@ def product():
     """All else is drawn. One dp rank has no stages."""
     r = random.Random(SEED)
     for values in itertools.product(*(AXES[name] for name in MULTIPLIED)):
-        fixed, x = dict(zip(MULTIPLIED, values)), {}
+        fixed, x = dict(zip(MULTIPLIED, values), cp=1), {}
         if ranks(fixed) > MOST_RANKS or (fixed["sp"] and fixed["tp"] == 1) or (fixed["zero"] and fixed["dp"] == 1):
             continue
         while not x or not legal(x):
@@ -122,6 +125,38 @@ def product():
 @pytest.mark.law
 @pytest.mark.parametrize("x", product(), ids=label)
 def test_product(launch, x):
+    obey(launch, x)
+
+
+# ---- context parallelism ---------------------------------------------------------------------------------------------
+RING = {"bucket_mb": 1000, "kv_heads": 1, "recompute": "full"}
+
+
+@pytest.mark.parametrize("options", [
+    {"cp": 2, "tp": 2, "sp": True, "comm": "nccl", "seed": 2, "arch": "llama", "accum": 2},
+    {"cp": 3, "zero": 2, "comm": "mpi", "seed": 1, "bucket_mb": 0, "recompute": "none"},
+], ids=label)  # fmt: skip
+def test_a_ring(launch, options):
+    """Keys and values go round while the compute stream is at the block before: whatever comes first."""
+    obey(launch, layout(**{**RING, **options}))
+
+
+def rings():
+    """cp 2, 3 and 4 × who carries messages × who comes first × architecture. The other options take turns, or are drawn."""
+    r, n = random.Random(SEED), 0
+    for cp, comm, seed, arch in itertools.product((2, 3, 4), LAYOUT_AXES["comm"], SEEDS, AXES["arch"]):
+        x = {name: r.choice(axis) for name, axis in AXES.items()}
+        x |= {"dp": 1, "tp": 1, "sp": False, "attention": "flash", "seq": 24 if cp == 4 else 12, "zero": n % 4}
+        x |= {"cp": cp, "cp_order": ("zigzag", "contiguous")[n // 4 % 2], "comm": comm, "seed": seed, "arch": arch}
+        if cp == 2 and n % 3:
+            x |= {"dp": 2} if n % 3 == 1 else {"tp": 2, "sp": n % 2 == 0, "ffn": 48}
+        n += 1
+        yield x
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("x", rings(), ids=label)
+def test_rings(launch, x):
     obey(launch, x)
 
 
@@ -178,6 +213,7 @@ def test_a_pipeline_over_nccl(train, words, one_rank, schedule, seed):
     ("1f1b", 2, 1, "fp32", {"--comm": "mpi"}), ("zbv", 2, 2, "fp32", {"--comm": "mpi", "--recompute": "full"}),
     ("zb-h1", 4, 1, "fp32", {"--comm": "nccl", "--tp": 2}), ("interleaved", 4, 2, "fp32", {"--comm": "nccl", "--zero": 2}),
     ("afab", 2, 1, "bf16", {"--comm": "nccl"}), ("zb-h1", 2, 2, "bf16", {"--comm": "nccl"}),
+    ("1f1b", 4, 3, "bf16", {"--comm": "nccl", "--cp": 2}),
 ], ids=str)  # fmt: skip
 def test_a_pipeline_with_all_else(train, words, one_rank, schedule, ranks, seed, precision, more):
     dp = 2 if "--zero" in more else 1
@@ -198,6 +234,20 @@ def test_pipelines(train, words, one_rank, schedule, arch, comm, seed, layout):
     obey_in_a_pipeline(train, words, one_rank, arch, schedule, ranks, seed, *layout, "--comm", comm, dp=dp)
 
 
+@pytest.mark.law
+@pytest.mark.parametrize("schedule, cp, precision, comm, seed, more", [
+    ("1f1b", 2, "fp32", "nccl", 1, []), ("zb-h1", 2, "fp32", "nccl", 2, ["--cp-order", "contiguous"]),
+    ("zbv", 2, "fp32", "mpi", 3, ["--recompute", "full"]), ("interleaved", 3, "fp32", "nccl", 2, ["--zero", 2]),
+    ("afab", 3, "fp32", "mpi", 1, ["--cp-order", "contiguous"]), ("zb-h1", 2, "bf16", "mpi", 1, ["--zero", 3]),
+    ("zbv", 3, "bf16", "nccl", 2, []), ("1f1b", 2, "fp32", "nccl", 3, ["--tp", 2]),
+], ids=str)  # fmt: skip
+def test_rings_in_a_pipeline(train, words, one_rank, schedule, cp, precision, comm, seed, more):
+    arch = "gpt2" if schedule in ("zb-h1", "afab") else "llama"
+    ranks = 2 * cp * (2 if "--tp" in more else 1)
+    flags = ["--cp", cp, "--comm", comm, *more]
+    obey_in_a_pipeline(train, words, one_rank, arch, schedule, ranks, seed, *flags, precision=precision)
+
+
 @pytest.mark.parametrize("zero, comm, seed", [(2, "nccl", 1), (2, "mpi", 2), (3, "nccl", 3)])
 def test_slots_that_buckets_share(launch, zero, comm, seed):
     """With four blocks each of the two slots is taken again while the sum of who had it before may be under way."""
@@ -207,6 +257,7 @@ def test_slots_that_buckets_share(launch, zero, comm, seed):
 @pytest.mark.parametrize("options", [
     {"dp": 2, "zero": 0, "comm": "mpi", "accum": 2}, {"dp": 2, "zero": 2, "comm": "nccl", "accum": 2},
     {"tp": 2, "sp": True, "comm": "nccl", "arch": "llama", "kv_heads": 1},
+    pytest.param({"cp": 2, "comm": "nccl", "arch": "llama", "kv_heads": 1, "accum": 2}, marks=pytest.mark.law),
 ], ids=label)  # fmt: skip
 def test_the_order_of_streams_changes_no_bit(launch, options):
     """By the ring every sum has one order; on two ranks NCCL's has, too, as a + b = b + a."""

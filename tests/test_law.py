@@ -1,10 +1,10 @@
 """The law: every layout is the same model.
 
-However a run is laid out (data-, tensor- and pipeline-parallel ranks, schedule, ZeRO stage, recomputation, …), ten steps
-give the loss and the gradient norm of the one-rank run of the same global batch, and evaluations its loss. AXES holds
-every option and its legal values, `legal` says which go together; a new strategy adds its axis and its rule here, and all
-of it is then crossed with all else: by pairs (make test), and by the product (make law). Where only the order of messages
-differs, not even a bit may.
+However a run is laid out (data-, tensor-, context- and pipeline-parallel ranks, schedule, ZeRO stage, recomputation,
+…), ten steps give the loss and the gradient norm of the one-rank run of the same global batch, and evaluations its
+loss. AXES holds every option and its legal values, `legal` says which go together; a new strategy adds its axis and its
+rule here, and all of it is then crossed with all else: by pairs (make test), and by the product (make law). Where only
+the order of messages differs, not even a bit may.
 """
 import itertools
 import random
@@ -13,7 +13,7 @@ import re
 import numpy as np
 import pytest
 
-from conftest import SEED, build, checkpoint_bytes, close, covering, draw, label, run_program
+from conftest import SEED, build, checkpoint_bytes, close, covering, draw, label, run_program, together
 from test_cases import shard
 
 STEPS = 10
@@ -26,8 +26,9 @@ MODEL_AXES = {
     "arch": ["gpt2", "llama"],
     "kv_heads": [8, 2],
     "tie": [True, False],
-    # gpt2's position table has the preset's 64 rows: the others get no gradient, and decay. No --sp cuts 11.
-    "seq": [16, 11],
+    # gpt2's position table has the preset's 64 rows: the others get no gradient, and decay. Nothing cuts 11; --cp 4 and 8
+    # cut 16, 3 cuts 12, and 2 both: 12 into zig-zag's chunks of 3.
+    "seq": [16, 11, 12],
     "ffn": [152, 77],  # with 77, which no --tp cuts, shards are unequal: see test_shards_are_unequal
     "layers": [3, 9],  # 9 for up to 9 stages: equal ones where these are 3 or 9, else some are a block longer
 }
@@ -42,6 +43,8 @@ LAYOUT_AXES = {
     "dp": [1, 2, 3, 4, 6, 8],
     "tp": [1, 2, 4, 8],
     "sp": [False, True],
+    "cp": [1, 2, 3, 4, 8],
+    "cp_order": ["zigzag", "contiguous"],
     "zero": [0, 1, 2, 3],
     "accum": [1, 3, 8],
     "recompute": ["none", "selective", "full"],
@@ -56,7 +59,7 @@ AXES = {**MODEL_AXES, **LAYOUT_AXES}
 
 
 def ranks(x):
-    return x["dp"] * x["tp"] * x["pp"]
+    return x["dp"] * x["tp"] * x["cp"] * x["pp"]
 
 
 def stages(x):
@@ -73,12 +76,21 @@ def schedule_takes(x):
     return enough.get(name, True) and stages(x) <= x["layers"]
 
 
-def legal(x):
+def sequence_divides(x):
+    """--cp cuts it into parts, two a rank if zig-zag, and --sp each rank's tokens. With one rank neither an order nor --sp
+    does anything."""
+    if (x["sp"] and x["tp"] == 1) or (x["cp"] == 1 and x["cp_order"] != "zigzag"):
+        return False
+    zigzag = x["cp"] > 1 and x["cp_order"] == "zigzag"
+    return x["seq"] % (x["cp"] * (2 if zigzag else 1)) == 0 and not (x["sp"] and x["seq"] // x["cp"] % x["tp"])
+
+
+def legal(x, most_ranks=MOST_RANKS):
     if x["arch"] == "gpt2" and not x["tie"]:
         return False  # gpt2's head is tied
-    if ranks(x) > MOST_RANKS or x["ffn"] % x["tp"] or not schedule_takes(x):
+    if ranks(x) > most_ranks or x["ffn"] % x["tp"] or not schedule_takes(x) or not sequence_divides(x):
         return False
-    if x["sp"] and (x["tp"] == 1 or x["seq"] % x["tp"]):  # with one tp rank it does nothing
+    if x["cp"] > 1 and x["attention"] == "naive":  # whole rows of scores need the whole sequence
         return False
     return x.get("batch", BATCH) % (x["dp"] * x["accum"]) == 0
 
@@ -94,6 +106,7 @@ def flags(x, data, steps=STEPS):
     out += ["--peak-tflops", 1]  # measures nothing
     out += ["--micro-batch", x["batch"] // (x["dp"] * x["accum"]), "--accum", x["accum"]]
     out += ["--tp", x["tp"], *(["--sp"] if x["sp"] else []), "--pp", x["pp"], "--schedule", schedule]
+    out += ["--cp", x["cp"], "--cp-order", x["cp_order"]] if x["cp"] > 1 else []
     out += ["--virtual-stages", chunks] if chunks else []
     out += ["--recompute", x["recompute"], "--attention", x["attention"]]
     out += ["--zero", x["zero"], "--bucket-mb", x["bucket_mb"], *(["--no-overlap"] if x["no_overlap"] else [])]
@@ -125,7 +138,7 @@ COPIES = "all copies of every weight are alike"
 
 def has_copies(x):
     over_pp = x["pp"] > 1 and x["tie"] and x["schedule"] != "zbv"  # whose ends are both the first rank's
-    return x["tp"] > 1 or (x["dp"] > 1 and x["zero"] < 3) or over_pp
+    return x["tp"] > 1 or (x["dp"] * x["cp"] > 1 and x["zero"] < 3) or over_pp
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +177,14 @@ def obey(launch, x):
     assert not wrong, "\n".join([*wrong, "", f"$ {got.command}", f"$ {want.command}"])
 
 
-# Fewer numbers of data-parallel ranks, of which make law has all.
-@pytest.mark.parametrize("x", covering({**AXES, "dp": [1, 2, 3, 8]}, legal, SEED, tries=300), ids=label)
+# Fewer numbers of ranks, of which make law has all; only products that are few enough are drawn.
+FEWER = together(
+    {**AXES, "dp": [1, 2, 3, 8], "cp": [1, 2, 3, 4]}, ["pp", "dp", "tp", "cp", "schedule", "accum", "layers"],
+    lambda x: ranks(x) <= MOST_RANKS and schedule_takes(x),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("x", covering(FEWER, legal, SEED, tries=600), ids=label)
 def test_every_pair_of_options(launch, x):
     obey(launch, x)
 
@@ -205,7 +224,7 @@ def product():
     r = random.Random(SEED)
     for values in itertools.product(*(AXES[name] for name in MULTIPLIED)):
         fixed, x = {**dict(zip(MULTIPLIED, values)), "pp": 1, "layers": 3}, {}
-        if ranks(fixed) > MOST_RANKS or (fixed["sp"] and fixed["tp"] == 1):
+        if fixed["dp"] * fixed["tp"] > MOST_RANKS or (fixed["sp"] and fixed["tp"] == 1):
             continue
         while not x or not legal(x):
             x = {**{name: r.choice(axis) for name, axis in AXES.items()}, **fixed}
@@ -234,6 +253,26 @@ def pipelines():
             yield x
 
 
+def contexts():
+    """Every number of context-parallel ranks × tensor-parallel ones, with --sp and without × one stage or two × ZeRO stage.
+    Architectures and orders take turns, so that all four meet each of the former; schedules, too. Zig-zag's chunks are odd
+    numbers of tokens, and so is what contiguous ranks have, if no --sp cuts it. All else is drawn."""
+    r, schedules = random.Random(SEED), itertools.cycle(AXES["schedule"])
+    slices = (1, False), (2, False), (2, True)
+    for n, (cp, (tp, sp), pp) in enumerate(itertools.product((2, 3, 4, 8), slices, (1, 2))):
+        most = max(MOST_RANKS, cp * tp * pp)
+        if most > 2 * MOST_RANKS:
+            continue
+        for zero in AXES["zero"]:
+            arch, order = AXES["arch"][(n + zero) % 2], AXES["cp_order"][(n + zero) // 2 % 2]
+            fixed = {"arch": arch, "pp": pp, "tp": tp, "sp": sp, "cp": cp, "cp_order": order, "zero": zero}
+            fixed["seq"] = cp * (6 if sp or order == "zigzag" else 7)
+            fixed["schedule"], x = next(schedules) if pp > 1 else "1f1b", {}
+            while not x or not legal(x, most):
+                x = {**{name: r.choice(axis) for name, axis in AXES.items()}, **fixed}
+            yield x
+
+
 @pytest.mark.law
 @pytest.mark.parametrize("x", product(), ids=label)
 def test_product(launch, x):
@@ -243,6 +282,12 @@ def test_product(launch, x):
 @pytest.mark.law
 @pytest.mark.parametrize("x", pipelines(), ids=label)
 def test_pipelines(launch, x):
+    obey(launch, x)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("x", contexts(), ids=label)
+def test_contexts(launch, x):
     obey(launch, x)
 
 
@@ -269,7 +314,7 @@ def test_shards_are_unequal(arch, bucket, parts, data):
 # ---- to the bit ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [
     {}, {"dp": 3, "accum": 2, "arch": "llama", "zero": 3}, {"dp": 8},
-    {"tp": 4, "sp": True, "kv_heads": 2, "accum": 2},
+    {"tp": 4, "sp": True, "kv_heads": 2, "accum": 2}, {"cp": 2, "tp": 2, "sp": True, "kv_heads": 2, "zero": 2},
     {"pp": 3, "accum": 8, "schedule": "zb-h1", "dp": 2, "zero": 1, "no_overlap": True},
     {"pp": 2, "accum": 8, "schedule": "zbv", "dp": 2, "zero": 3, "layers": 4, "arch": "llama"},
 ], ids=label)  # fmt: skip
@@ -299,7 +344,7 @@ def outcome(data, tmp_path):
 
 
 @pytest.mark.parametrize("options, clip, waits", [
-    ({"dp": 2, "tp": 2, "sp": True, "ffn": 152}, 1, 0), ({"dp": 3}, 0, 1), ({"dp": 4}, 0.5, 2), ({"dp": 8}, 0, 3),
+    ({"dp": 2, "tp": 2, "sp": True, "ffn": 152}, 1, 0), ({"dp": 3}, 0, 1), ({"dp": 2, "cp": 2}, 0.5, 2), ({"dp": 8}, 0, 3),
 ], ids=lambda x: label(x) if isinstance(x, dict) else None)  # fmt: skip
 @pytest.mark.parametrize("kind", BUILDS)
 def test_one_micro_batch_same_bits_at_every_stage(kind, options, clip, waits, outcome):

@@ -1136,3 +1136,180 @@ def test_table_of_model_memory(preset, billions, plain, accumulated):
         out = dry_run("--model", preset, *extra, precision="bf16")
         state = sum(out["memory"][name] for name in STATE)
         assert close(state / GB * billions / (out["params"] / GB), figure, 1e-3)  # the table rounds the parameters
+
+
+# ---- context parallelism -------------------------------------------------------------------------------------------
+def test_charts_of_context_parallelism():
+    """The playbook's: 8B at 128k tokens on two tp ranks holds 352 GiB of activations; four ranks that share the sequence, 88
+    each. Full recomputation alone leaves more than a GPU of 80 GB has; with both, it fits."""
+    run = "--model llama-8B --seq 131072 --micro-batch 1 --tp 2 --dp 1 --pp 1".split()
+    for cp, figure, tokens in ((1, 352, ""), (4, 88, ", s = 32768 here, the s in 5as/h 131072")):
+        said = dry_run(*run, "--cp", cp)
+        assert said["classic_activations"]["flash"] == figure * GIB
+        assert close(said["classic_activations"]["matrix"] / GIB, (22 + 2.5 * 32 * 2**17 / 4096) * 16 / cp, 0.001)
+        state, full = said["classic_state"], said["classic_activations"]["full"]
+        assert close(state, 16 * said["params"] / 2, 1e-3) and full == (2 * 32 + 1) * GIB / 2 / cp
+        assert (state + full > 80 * GIB) == (cp == 1) and (state + full < 80 * GB) == (cp == 4)
+        out = run_program(build(), ["--dry-run", *run, "--cp", cp]).stdout
+        assert re.search(rf"^  no recomputation, flash attention .* {figure:.4f}$", out, re.M), out
+        assert f"\n  10 + 24/t + 5as/ht, t = 2{tokens}\n" in out
+        assert f"(with full recomputation instead: {(state + full) / GB:.2f} GB, {(state + full) / GIB:.4f} GiB)" in out
+
+
+def tokens_of(T, cp, order, r):
+    """Positions that rank r has: of 2·cp chunks the r-th from the front and the r-th from the back, or the r-th of cp."""
+    if order == "contiguous":
+        return np.split(np.arange(T), cp)[r]
+    chunks = np.split(np.arange(T), 2 * cp)
+    return np.concatenate([chunks[r], chunks[-1 - r]])
+
+
+def pairs(T, cp, order, r):
+    """Of a query and a key that it sees, itself and those before: a query at position q has q + 1."""
+    return int((tokens_of(T, cp, order, r) + 1).sum())
+
+
+def imbalance(T, cp, order):
+    work = [pairs(T, cp, order, r) for r in range(cp)]
+    return max(work) / statistics.mean(work)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_attentions_work_by_rank(cp, order):
+    """In either order: the run's, and beside it the other one."""
+    T = 2 * cp * 5
+    run = [*flags(model(arch="llama", seq=T)), "--cp", cp, "--cp-order", order]
+    said, out = dry_run(*run), run_program(build(), ["--dry-run", *run]).stdout
+    assert (said["cp"], said["local_seq"], said["world"], said["tokens_per_step"]) == (cp, T // cp, cp, B * T)
+    assert ("attention" in said) == ("attention, pairs" in out) == (cp > 1)
+    assert f"{cp} rank{'s' * (cp > 1)} = dp 1 × {f'cp {cp} × ' * (cp > 1)}tp 1, " in out
+    if cp == 1:
+        return
+    assert said["cp_order"] == order
+    for name, of in said["attention"].items():
+        assert of["pairs"] == [pairs(T, cp, name, r) for r in range(cp)], name
+        assert close(of["most_over_mean"], imbalance(T, cp, name), 1e-12), name
+    assert said["attention"]["zigzag"]["most_over_mean"] == 1 and len(said["attention"]) == 2
+    ours, other = re.search(r"attention, pairs of .*: (\w+ .*)\n  --cp-order (.*)\n", out).groups()
+    zigzag, contiguous = (ours, other) if order == "zigzag" else (other, ours)
+    assert zigzag == f"zigzag {pairs(T, cp, 'zigzag', 0)} on each of {cp} cp ranks"
+    listed = [str(pairs(T, cp, "contiguous", r)) for r in range(cp)]
+    listed = ", ".join(listed) if cp <= 8 else ", ".join(listed[:7]) + f" … {listed[-1]}"
+    mean = f"{imbalance(T, cp, 'contiguous'):.3f}"
+    assert contiguous == f"contiguous {listed} by cp rank, the most {mean} times the mean"
+
+
+CP_RUN = dict(shape="gpt2", cp=2, order="zigzag", dp=1, tp=1, sp=False, pp=1, zero=0, accum=1, precision="fp32",
+              accum_fp32=False, recompute="none", megabytes=0)  # fmt: skip
+CP_RUNS = [{"cp": 4, "accum": 2}, {  # one key/value head for each of its two tp ranks
+    "shape": "llama", "cp": 3, "tp": 2, "sp": True, "zero": 2, "accum": 2, "precision": "bf16", "recompute": "full",
+}, {  # and one for both
+    "shape": "gpt2 of one k, v", "cp": 3, "order": "contiguous", "tp": 2, "zero": 3, "precision": "bf16",
+    "accum_fp32": True,
+}, {"shape": "tied llama", "cp": 2, "dp": 2, "zero": 1, "recompute": "selective"}, {  # of three layers, two and one
+    "shape": "llama", "cp": 2, "pp": 2, "accum": 3, "precision": "bf16",
+}]  # fmt: skip
+
+
+def ring_bytes(c, cp, X, recompute, layers):
+    """Of a rank, block by block and micro-batch: keys and values come by the other ranks in every forward and backward, and
+    their gradients, in fp32, visit as many; of the key/value heads here, one at least."""
+    elements = B * c["seq"] // cp * 2 * widths(c)[1]
+    return layers * (cp - 1) * elements * (X * (3 if recompute == "full" else 2) + 4)
+
+
+def explained_over_cp(out, layers):
+    """Bytes that a rank sends over cp in a micro-batch: the messages that --explain lists."""
+    total, times = 0, 0
+    for line in out.split("messages in a cp group")[1].split("\nmessages")[0].splitlines():
+        if unit := re.match(r"  [FBI] of each block(, and again before its backward)?$", line):
+            times = layers * (2 if unit[1] else 1)
+        if sent := re.match(r"    shift of .* {2}(\d+) pieces? of (\d+) bytes$", line):
+            total += times * int(sent[1]) * int(sent[2])
+    return total
+
+
+def check_explained_tokens(out, c, x):
+    """Which tokens of which sequences each rank has: every one of them once in each place of the pipeline."""
+    tp, seen = c["tp"], Counter()
+    lines = re.findall(r"^  ranks? (\d+).*: in micro-batch j, tokens (\S+)(?: and (\S+))? of sequences (\d+) to (\d+) of",
+                       out, re.M)  # fmt: skip
+    assert [int(line[0]) for line in lines] == list(range(0, x["pp"] * x["dp"] * x["cp"] * tp, tp)), out
+    for i, (_, *spans, first, last) in enumerate(lines):
+        ends = [tuple(map(int, span.split("-"))) for span in spans if span]
+        tokens = [t for a, b in ends for t in range(a, b + 1)]
+        assert tokens == list(tokens_of(c["seq"], x["cp"], x["order"], i % x["cp"])), out
+        seen.update((s, t) for s in range(int(first), int(last) + 1) for t in tokens)
+    assert len(seen) == x["dp"] * B * c["seq"] and set(seen.values()) == {x["pp"]}
+
+
+@pytest.mark.parametrize("x", [{**CP_RUN, **x} for x in CP_RUNS], ids=label)
+def test_context_parallel_runs(x, train, text):
+    """What is sent over cp and what attention has done, counted by rank, are what the formulas and --dry-run say; gradients
+    and shards are of dp · cp ranks; over tp go the rows that are here; and activations are those of 1/cp of the tokens."""
+    c = {**TP_SHAPES[x["shape"]], "tp": x["tp"], "sp": x["sp"], "pp": x["pp"], "accum": x["accum"]}
+    cp, dp_cp, X = x["cp"], x["dp"] * x["cp"], 4 if x["precision"] == "fp32" else 2
+    world, here = dp_cp * x["tp"] * x["pp"], {**c, "seq": c["seq"] // cp}
+    run = flags(c, "--data", text, "--eval-batches", 1, "--peak-tflops", 1)
+    run += ["--accum", x["accum"]] if x["pp"] == 1 else []
+    run += ["--cp", cp, "--cp-order", x["order"], "--recompute", x["recompute"]]
+    run += zero_flags(x["zero"], x["accum_fp32"], x["megabytes"])
+    r, sent, calls = two_steps(train, run, world, x["precision"], by=("rank", "group", "op"))
+    said = dry_run(*run, "--dp", x["dp"], precision=x["precision"])
+    places = said["stages"] if x["pp"] > 1 else [{**said, "layers": c["layers"]}]
+    start = r.one("start")
+    assert (start["world"], start["dp"], start["cp"], start["cp_order"]) == (world, x["dp"], cp, x["order"])
+
+    assert Counter(op for _, group, op in sent if group == "cp") == {"shift": world}
+    work = {row["rank"]: row["pairs"] for row in r.one("end")["attention"]}
+    for rank in range(world):
+        place = places[rank // (dp_cp * x["tp"])]
+        want = x["accum"] * ring_bytes(c, cp, X, x["recompute"], place["layers"])
+        assert sent[rank, "cp", "shift"] == want == place["sent_over_cp"], f"rank {rank}"
+        passes = 3 if x["recompute"] == "full" else 2
+        assert calls[rank, "cp", "shift"] == x["accum"] * place["layers"] * (cp - 1) * (passes + 1), f"rank {rank}"
+        seen = 3 * x["accum"] * B * passes * place["layers"]  # sequences, in three steps
+        assert work[rank] == seen * pairs(c["seq"], cp, x["order"], rank // x["tp"] % cp), f"rank {rank}"
+    other = "zigzag" if x["order"] == "contiguous" else "contiguous"
+    ours, theirs = (f"{imbalance(c['seq'], cp, order):.3f}" for order in (x["order"], other))
+    least, most = min(work.values()), max(work.values())
+    counted = f"{least} to {most}" if most > least else least
+    words = f"a rank computed {counted} pairs of a query and a key of one head, in both passes of all steps; the most in a cp group: "
+    assert f"{words}{ours} times the mean ({other}: {theirs})" in r.stdout, r.stdout
+    explained = run_program(build(x["precision"]), [*run, "--explain"], world).stdout
+    check_explained_tokens(explained, c, x)
+    assert x["accum"] * explained_over_cp(explained, places[0]["layers"]) == places[0]["sent_over_cp"], explained
+
+    over_dp = sum(n for (_, group, _), n in sent.items() if group == "dp")
+    if x["pp"] > 1:
+        assert said["stages"][0]["sent_over_pp"] == x["accum"] * B * here["seq"] * c["hidden"] * X
+        assert close(over_dp, sum(row["sent_over_dp"] for row in places) * dp_cp * x["tp"], 1e-12)
+        return
+    data_parallel = sum(bytes_sent(c, x["zero"], x["accum"], x["precision"], x["accum_fp32"]))
+    assert over_dp == (dp_cp - 1) * x["tp"] * data_parallel and close(said["sent_over_dp"] * dp_cp, over_dp / x["tp"], 1e-12)
+    want, _ = sent_over_tp(here, dp_cp, x, X, x["accum_fp32"])
+    over_tp = sum(n for (_, group, _), n in sent.items() if group in ("tp", "kv"))
+    assert over_tp == sum(want.values()) and close(said["sent_over_tp"] * world, over_tp, 1e-12)
+    if x["tp"] > 1:
+        assert close(explained_over_tp(explained, here, dp_cp, x), said["sent_over_tp"], 1e-12), explained
+    terms = said["sent_over_dp"] + said["sent_over_cp"] + said["sent_over_tp"]
+    assert close(said["sent_per_step"], terms, 1e-12)
+    rank = run_program(build(x["precision"]), ["--dry-run", *run, "--dp", x["dp"]]).stdout
+    shifts = f"  {said['sent_over_cp'] / GB:.6f} GB of keys and values over cp, forward"
+    assert shifts in rank and f", dp {x['dp']} × cp {cp}" in rank, rank
+
+    check_memory(r, said, c, x["zero"], dp_cp, X, x["accum_fp32"], x["megabytes"])
+    assert said["memory"]["activations"] == activations(here, X, x["recompute"], "flash")
+
+
+@pytest.mark.parametrize("run, fits", [
+    ("--seq 2048", True), ("--seq 2050", False), ("--seq 2048 --attention naive", False),
+    ("--seq 24 --cp 3", True), ("--seq 42 --cp 3", False), ("--seq 42 --cp 3 --cp-order contiguous", True),
+])  # fmt: skip
+def test_more_context_parallel_ranks_are_suggested(run, fits):
+    """Where a rank would be too large, and twice as many could share a sequence."""
+    cp = run.split()[3] if "--cp" in run else 1
+    r = run_program(build(), ["--arch", "llama", "--layers", 96, "--hidden", 12288, "--heads", 96, *run.split()], int(cp))
+    assert r.code and bool(re.search(r"smaller: .*, a larger --cp, ", r.stderr)) == fits, f"{r}"
+    assert re.search(r"smaller: --micro-batch, --seq, .*a larger --tp, ", r.stderr), f"{r}"

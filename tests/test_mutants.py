@@ -35,6 +35,10 @@ SCHEDULES = "tests/test_units.py::test_units[test_schedule-fp32]"
 LARGE = "megabytes=9,precision=bf16,accum_fp32={},recompute=none,attention=naive,c={}"  # of STAGES
 LARGE_ZB = LARGE.format(False, "{'pp': 2, 'schedule': 'zb-h1', 'accum': 3, 'arch': 'llama', 'tie': False},dp=2,zero=2")
 LARGE_ZBV = LARGE.format(True, "{'pp': 2, 'schedule': 'zbv', 'v': 2, 'accum': 3, 'layers': 6},dp=2,zero=3")
+CONTEXT = "tests/test_context.py"
+RING, RING_DEVICE, RING_ERROR = (f"{CONTEXT}::{test}" for test in (
+    "test_ring[3-fp32]", "test_ring_on_a_device", "test_error_of_bf16[cpu-8-768]"))
+PARTS, MESSAGES = f"{CONTEXT}::test_the_same_model", f"{CONTEXT}::test_every_message_and_every_pair"
 UNITS, FP8, CHECK = "tests/test_units.py", "tests/test_cuda_fp8.py", "tests/test_emu_check.py"
 
 MUTANTS = {
@@ -129,8 +133,7 @@ MUTANTS = {
     "the loss is scaled by a rank's own batch": (
         "train_gpt2.cu", "(float)(1 / tokens)", "(float)((double)m->grid.dp->size / tokens)", RANKS),
     "ranks see the same sequences": (
-        "train_gpt2.cu", "uint64_t i = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank)",
-        "uint64_t i = ((uint64_t)micro * (uint64_t)dp->size)", LAW),
+        "train_gpt2.cu", "(uint64_t)(m->grid.dp->rank / c->cp)) * m->B + b;", "0) * m->B + b;", LAW),
     "the warm-up starts at zero": ("train_gpt2.cu", "c->lr * (double)(step + 1)", "c->lr * (double)step", TEN_STEPS),
     "nothing is computed again": ("train_gpt2.cu", "        block_recompute(m, unit - 1, acts, dx);\n", "", GRADIENTS),
     "rows past the validation set count": (
@@ -152,8 +155,7 @@ MUTANTS = {
     "a token is a row, whoever has it": (
         "train_gpt2.cu", "size_t row = (size_t)*t - wte->row;", "size_t row = (size_t)*t;", RANKS),
     "tp ranks see other sequences": (
-        "train_gpt2.cu", "const Config *c = &m->config;\n    const Comm *dp = m->grid.dp;",
-        "const Config *c = &m->config;\n    const Comm *dp = m->grid.world;", RANKS),
+        "train_gpt2.cu", "(uint64_t)(m->grid.dp->rank / c->cp))", "(uint64_t)(m->grid.world->rank / c->cp))", RANKS),
     # ... and sums
     "key/value heads' gradients stay parts": (
         "tp_sp.c", "p->split == SPLIT_KV_HEADS || rows_are_cut ?", "p->split != SPLIT_KV_HEADS && rows_are_cut ?",
@@ -183,6 +185,112 @@ MUTANTS = {
     "the target's logit is one rank's alone": ("tp_sp.c", "m->grid.tp, sum, 2 * N,", "m->grid.tp, sum, N,", RANKS),
     "each slice counts its tokens from zero": (
         "tp_sp.c", "first = (int32_t)wte->row;", "first = (int32_t)(0 * wte->row);", RANKS),
+    # context parallelism: who has which tokens
+    "zigzag ranks have neighbouring tokens": (
+        "cp_ring.c", "c->cp_order == ORDER_CONTIGUOUS ? (size_t)r * T + t", "c->cp >= 1 ? (size_t)r * T + t", RING),
+    "contiguous ranks have two chunks": ("cp_ring.c", "c->cp_order == ORDER_CONTIGUOUS ? ", "c->cp < 1 ? ", RING),
+    "the later chunk is from the start": ("cp_ring.c", "(size_t)(2 * c->cp - 1 - r) * half;", "(size_t)(c->cp + r) * half;", RING),
+    "an odd number is cut in two, and over tp": ("cp_ring.c", "if (tp % step != 0) tp *= step;", "", RING),
+    "too few tokens are handed out": ("cp_ring.c", "(tokens + cp - 1) / cp + step - 1", "tokens / cp + step - 1", RING),
+    "a token's target is the next one here": (
+        "train_gpt2.cu", "window[m->host_positions[t] + 1];", "window[m->host_positions[t + 1 < m->T ? t + 1 : t]];", PARTS),
+    "all cp ranks have the first part": (
+        "train_gpt2.cu", "cp_positions(&m->config, m->grid.cp->rank, T,", "cp_positions(&m->config, 0, T,", PARTS),
+    "positions count the tokens here": (
+        "train_gpt2.cu", "device_copy_in(m->positions, m->host_positions, T * sizeof(int32_t));",
+        "for (size_t t = 0; t < T; t++) device_copy_in(m->positions + t, &(int32_t){(int32_t)t}, 4);", PARTS),
+    "cp ranks see other sequences": (
+        "train_gpt2.cu", "(uint64_t)(m->grid.dp->rank / c->cp))", "(uint64_t)(m->grid.dp->rank % c->dp))", PARTS),
+    "gradients are summed over dp alone": (
+        "train_gpt2.cu", "g->dp = comm_split(g->world, rank / in_stage * tp + rank % tp,",
+        "g->dp = comm_split(g->world, rank / in_stage * tp * cp + rank % (tp * cp),", PARTS),
+    "the loss is scaled by what one cp rank has": (
+        "train_gpt2.cu", "double tokens = (double)c->global_batch * (double)c->seq;",
+        "double tokens = (double)c->global_batch * (double)c->local_seq;", PARTS),
+    "shards are of dp ranks": ("dp_zero.c", "int ranks = (int)m->config.dp_cp,", "int ranks = (int)m->config.dp,", PARTS),
+    "a sample's positions are the first ones'": (
+        "train_gpt2.cu", "if (here != m->T) set_positions(m, here);", "m->T = here;", PARTS),
+    "every cp rank's last token is the last one": (
+        "train_gpt2.cu", "(size_t)m->host_positions[last] != seen - 1) last++;", "last + 1 < m->T) last++;", PARTS),
+    "only who has the last token knows the next": (
+        "train_gpt2.cu", "comm_sum(m->grid.cp, comm_sum(m->grid.pp, token))", "comm_sum(m->grid.pp, token)", PARTS),
+    # ... who meets whom
+    "who is before is taken for who is behind": (
+        "cp_ring.c", "before = step <= m->grid.cp->rank;", "before = step > m->grid.cp->rank;", RING),
+    "one rank too few is before": ("cp_ring.c", "before = step <= m->grid.cp->rank;", "before = step < m->grid.cp->rank;", RING),
+    "early queries see late keys": ("cp_ring.c", "        meet.keys = T / 2;", "        ;", RING),
+    "the first half of the queries sees the keys behind it": (
+        "cp_ring.c", "meet.query = meet.queries = T / 2;", "meet.queries = T / 2;", RING),
+    "all queries see the keys between": ("cp_ring.c", "meet.query = meet.queries = T / 2;", ";", RING),
+    "queries meet the second half of earlier keys": (
+        "cp_ring.c", "        Keys x = keys_of(m, s, step, qkv);\n        if (meet.queries)",
+        "        Keys x = keys_of(m, s, step, qkv);\n        if (meet.keys < s.Tq) x.k += meet.keys * x.stride;\n"
+        "        if (meet.queries)", RING),
+    "the second half of earlier keys has the gradient": (
+        "cp_ring.c", "        if (step > 0) device_zero(x.dk, n * sizeof(float));",
+        "        if (step > 0) device_zero(x.dk, n * sizeof(float));\n"
+        "        if (meet.keys < s.Tq) x.dk += meet.keys * x.stride;", RING),
+    "later ranks' keys are seen": ("cp_ring.c", "        meet.queries = 0;", "        ;", RING),
+    "a rank's own keys are seen by all": ("cp_ring.c", "        meet.causal = true;", "        ;", RING),
+    "all blocks are causal": ("cp_ring.c", "    s.causal = meet.causal;\n", "", RING),
+    "a part of a sequence is a sequence": ("cp_ring.c", "    s.q_tokens = s.kv_tokens = s.Tq;\n", "", RING),
+    "a token's values are the next one's keys": (
+        "cp_ring.c", "step == 0 ? s.q_stride : 2 * width};", "step == 0 ? s.q_stride : width};", RING),
+    "queries go round": (
+        "cp_ring.c", "rows_pack(m->ring.block[0], qkv + s.o_stride,", "rows_pack(m->ring.block[0], qkv,", RING),
+    # ... what is merged, and what is summed
+    "the first merge is with anything": ("cp_ring.c", "rows_fill(lse, -INFINITY, N * s.H); //", "; //", RING),
+    "the first merge is with a sum of one": ("cp_ring.c", "rows_fill(lse, -INFINITY, N * s.H);", "rows_fill(lse, 0, N * s.H);", RING),
+    "o is merged into what was there": ("cp_ring.c", "    device_zero(sum, N * s.o_stride * sizeof(float));\n", "", RING),
+    "half the queries merge with the other half's sums": (
+        "cp_ring.c", "sum + meet.query * s.o_stride, lse + meet.query,", "sum + meet.query * s.o_stride, lse,", RING),
+    "half the queries have the other half's delta": ("cp_ring.c", "r->delta + meet.query,", "r->delta,", RING),
+    "half the queries have the other half's do": ("cp_ring.c", "do_ + meet.query * s.o_stride,", "do_,", RING),
+    "gradients of queries start with anything": (
+        "cp_ring.c", "    device_zero(r->sum, N * s.q_stride * sizeof(float));\n", "", RING),
+    "a part holds the one before it": (
+        "cp_ring.c", "        if (step > 0) device_zero(x.dk, n * sizeof(float));\n", "", RING),
+    "a rank's own part is left out": (
+        "cp_ring.c", "    rows_add(r->sum + s.o_stride, s.q_stride, r->arrived, N, 2 * width);\n", "", RING),
+    "what comes home is added twice": (
+        "cp_ring.c", "comm_wait(gradients); // home\n",
+        "comm_wait(gradients); // home\n    rows_add(r->sum + s.o_stride, s.q_stride, r->arrived, N, 2 * width);\n", RING),
+    "the first part has come from somewhere": ("cp_ring.c", "if (step > 1) rows_add", "if (step > 0) rows_add", RING),
+    "the second part forgets the first": ("cp_ring.c", "if (step > 1) rows_add", "if (step > 2) rows_add", RING),
+    "gradients travel rounded": (
+        "cp_ring.c", "        if (step > 0) gradients",
+        "        for (size_t i = 0; step > 0 && i < n; i++) x.dk[i] = to_float(to_floatX(x.dk[i]));\n"
+        "        if (step > 0) gradients", RING_ERROR),
+    "o is rounded block by block": (
+        "cp_ring.c", "        comm_progress();\n        comm_wait(next);\n", "        comm_progress();\n        comm_wait(next);\n"
+        "        for (size_t i = 0; i < N * s.o_stride; i++) sum[i] = to_float(to_floatX(sum[i]));\n", RING_ERROR),
+    # ... and what is under way
+    "the next block comes into the one in use": (
+        "cp_ring.c", "        Work next = pass_on(m, s, step);\n        Meeting meet = meeting(m, s, step);\n"
+        "        Keys x = keys_of(m, s, step, qkv);\n        if (meet.queries)",
+        "        floatX **b = m->ring.block;\n        device_copy(b[1], b[0], keys_count(s) * sizeof(floatX));\n"
+        "        Work next = step < m->config.cp - 1 ? comm_shift(m->grid.cp, b[0], b[1], keys_count(s), FLOAT_X) : (Work){0};\n"
+        "        Meeting meet = meeting(m, s, step);\n        Keys x = keys_of(m, s, step, qkv);\n"
+        "        if (step > 0) x.k = b[0], x.v = x.k + width;\n        if (meet.queries)", f"{RING_DEVICE}[3-2]"),
+    "a block is used before it has come": (
+        "cp_ring.c", "qkv + s.o_stride : m->ring.block[step & 1];", "qkv + s.o_stride : m->ring.block[(step + 1) & 1];", RING),
+    "a block is sent on from where it will come": (
+        "cp_ring.c", "block[(step + 1) & 1], block[step & 1], keys_count(s)", "block[step & 1], block[(step + 1) & 1], keys_count(s)",
+        RING),
+    "gradients all leave from one buffer": ("cp_ring.c", "m->ring.part[step & 1];", "m->ring.part[0];", f"{RING_DEVICE}[3-1]"),
+    "gradients leave before what has come is in them": (
+        "cp_ring.c", "        if (step > 1) rows_add(x.dk, 2 * width, r->arrived, N, 2 * width); // at step 1 no rank has come before\n"
+        "        if (step > 0) gradients = under_way(m, comm_shift(m->grid.cp, r->arrived, x.dk, n, DTYPE_F32));\n",
+        "        if (step > 0) gradients = under_way(m, comm_shift(m->grid.cp, r->arrived, x.dk, n, DTYPE_F32));\n"
+        "        if (step > 1) rows_add(x.dk, 2 * width, r->arrived, N, 2 * width);\n", f"{RING_DEVICE}[3-2]"),
+    "a block goes all the way home": ("cp_ring.c", "if (step == m->config.cp - 1) return", "if (step == m->config.cp) return", RING),
+    "a rank's work is one sequence's": ("cp_ring.c", "(double)s.B * pairs;", "pairs;", RING),
+    "an evaluation's work counts": (
+        "train_gpt2.cu", "    m->ring.pairs = pairs;\n    pp_free(plan);\n    return", "    (void)pairs;\n    pp_free(plan);\n    return",
+        MESSAGES),
+    "gradients over cp are said to travel as floatX": (
+        "report.c", "(double)((size_t)passes * sizeof(floatX) + sizeof(float));", "(double)((size_t)passes + 1) * sizeof(floatX);",
+        "tests/test_memory.py::test_context_parallel_runs"),
     # pipeline parallelism: schedules
     "1f1b takes one more F ahead": (
         "pp_1f1b.c", "long ahead = smaller(p - 1 - r, m);", "long ahead = smaller(p - r, m);", SCHEDULES),
@@ -299,8 +407,8 @@ MUTANTS = {
         "train_gpt2.cu", "((long)n + at_once - 1) / at_once", "((long)n) / at_once",
         "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
     "ranks evaluate the same windows": (
-        "train_gpt2.cu", "uint64_t w = ((uint64_t)micro * (uint64_t)dp->size + (uint64_t)dp->rank)",
-        "uint64_t w = ((uint64_t)micro * (uint64_t)dp->size)", "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
+        "train_gpt2.cu", "uint64_t w = sequence_of(m, micro, b);",
+        "uint64_t w = (uint64_t)micro * (uint64_t)m->config.dp * m->B + b;", "tests/test_run.py::test_evaluation_is_the_same_everywhere"),
     "every tp rank counts the loss of an evaluation": (
         "train_gpt2.cu", "m->grid.tp->rank == 0 ? mine : 0", "mine", SAMPLE),
     "interleaved has as many micro-batches as it likes": (
@@ -348,7 +456,11 @@ MUTANTS = {
         "runtime/comm.c", "2 * (c->size - 1) : c->size - 1", "2 * (c->size - 1) : c->size - 2",
         "tests/test_comm.py::test_collectives"),
     "a send is done once it is buffered": (
-        "runtime/comm.c", "t->op == OP_SEND ? MPI_Issend : MPI_Isend", "MPI_Isend", "tests/test_comm.py::test_collectives[2]"),
+        "runtime/comm.c", "bool taken = t->op == OP_SEND || t->op == OP_SHIFT;", "bool taken = t->op == OP_SHIFT;",
+        "tests/test_comm.py::test_collectives[2]"),
+    "a shift is done once it is buffered": (
+        "runtime/comm.c", "bool taken = t->op == OP_SEND || t->op == OP_SHIFT;", "bool taken = t->op == OP_SEND;",
+        "tests/test_comm.py::test_who_is_missing_in_a_ring[host-left-out]"),
     "bytes are counted twice": ("runtime/comm.c", "bytes += hop->sent;", "bytes += 2 * hop->sent;", SENT),
     # a device
     "what NCCL sends is counted for the wrong shard": ("runtime/comm_cuda.c", "return whole - next;", "return whole - mine;", f"{DEVICE}[1-2]"),
@@ -450,6 +562,12 @@ WAITS = {
     "state.c": {
         "comm_wait(b->gather);": SOUND,
         "comm_wait(comm_host_all_gather(world, copy,": SOUND,
+    },
+    "cp_ring.c": {
+        "        comm_progress();\n        comm_wait(next);": f"{RING_DEVICE}[3-1]",
+        "comm_progress();\n        comm_wait(gradients);": f"{RING_DEVICE}[3-1]",
+        "DTYPE_F32));\n        comm_wait(next);": f"{RING_DEVICE}[3-1]",
+        "comm_wait(gradients); // home": f"{RING_DEVICE}[3-1]",
     },
     "tp_sp.c": {
         "comm_wait(b->reduce);": "tests/test_faults.py::test_a_late_rank_changes_no_number",
@@ -555,7 +673,7 @@ for file, waits in WAITS.items():
 
 def test_every_wait_is_a_mutant():
     missing = []
-    strategies = [ROOT / file for file in ("train.h", "dp_zero.c", "tp_sp.c", "pp_1f1b.c", "state.c", "train_gpt2.cu")]
+    strategies = [ROOT / file for file in ("train.h", "dp_zero.c", "tp_sp.c", "cp_ring.c", "pp_1f1b.c", "state.c", "train_gpt2.cu")]
     for path in [*strategies, *sorted((ROOT / "runtime").glob("*.c"))]:
         file, text = str(path.relative_to(ROOT)), path.read_text()
         known = [*WAITS.get(file, ()), *(t for f, t in UNNOTICED if f == file)]
@@ -581,7 +699,7 @@ def test_some_test_notices(name, tmp_path):
     built = [build(precision).parent for precision in PRECISIONS]
     if cuda := file.startswith("dev/emu/") or file.endswith((".cu", ".cuh")) and file.startswith("kernels/"):
         built += [library("emu", precision).parent for precision in PRECISIONS]
-    if emu := tests.startswith((DEVICE, PROGRAM)):
+    if emu := tests.startswith((DEVICE, PROGRAM, RING_DEVICE)):
         built.append(build(device="emu").parent)
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")

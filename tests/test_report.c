@@ -1,5 +1,6 @@
 // The table of ZeRO's paper and of the playbook: model state of a rank by stage, 16 bytes a parameter in mixed precision. And
-// what a schedule's simulation gives: what the formulas say.
+// what a schedule's simulation gives: what the formulas say. And attention's work on context-parallel ranks: pairs, counted one
+// by one.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -85,9 +86,37 @@ static void schedules_are_as_the_formulas_say(void **state) {
         }
 }
 
+// Does rank r have this position? Of 2·cp chunks it has the r-th from the front and the r-th from the back; or the r-th of cp.
+static bool has_token(const Config *c, CpOrder order, long r, long position) {
+    long chunk = position / (c->seq / (2 * c->cp));
+    if (order == ORDER_CONTIGUOUS) return chunk / 2 == r;
+    return chunk == r || 2 * c->cp - 1 - chunk == r;
+}
+
+static void pairs_of_cp_ranks(void **state) {
+    (void)state;
+    for (long cp = 1; cp <= 8; cp++)
+        for (long odd = 1; odd <= 5; odd += 2)
+            for (int order = ORDER_ZIGZAG; order <= ORDER_CONTIGUOUS; order++) {
+                Config c = {.cp = cp, .seq = 2 * cp * odd};
+                double most = 0, sum = 0;
+                for (long r = 0; r < cp; r++) {
+                    double pairs = 0;
+                    for (long q = 0; q < c.seq; q++)
+                        for (long k = 0; k <= q; k++) pairs += has_token(&c, order, r, q);
+                    assert_true(report_pairs(&c, order, r) == pairs);
+                    most = fmax(most, pairs), sum += pairs;
+                }
+                assert_near(report_imbalance(&c, order), most * (double)cp / sum);
+                if (order == ORDER_ZIGZAG) assert_true(report_imbalance(&c, order) == 1);
+            }
+    Config four = {.cp = 4, .seq = 131072}; // of long sequences (2cp − 1)/cp
+    assert_true(fabs(report_imbalance(&four, ORDER_CONTIGUOUS) - 1.75) < 1e-4);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(the_playbooks_table),
-                                       cmocka_unit_test(stages_on_eight_ranks),
-                                       cmocka_unit_test(schedules_are_as_the_formulas_say)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_playbooks_table), cmocka_unit_test(stages_on_eight_ranks),
+        cmocka_unit_test(schedules_are_as_the_formulas_say), cmocka_unit_test(pairs_of_cp_ranks)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import reference
-from conftest import SEED, Run, build, checkpoint_bytes, close, covering, environment, label
+from conftest import SEED, Run, build, checkpoint_bytes, close, covering, environment, label, together
 
 BATCH = 12  # sequences a step, for one, two and three ranks
 MODEL = "--layers 2 --hidden 32 --heads 4"
@@ -189,18 +189,20 @@ def test_another_precision(before, after, train, text, tmp_path):
 RESHARD_BATCH = 24  # for every dp × accum below
 
 
-def laid_out(text, *more, rate=FLAT, dp=1, tp=1, sp=False, pp=1, schedule="1f1b", zero=0, bucket_mb=0, accum=1, ffn=77):
+def laid_out(text, *more, rate=FLAT, dp=1, tp=1, sp=False, cp=1, cp_order="zigzag", pp=1, schedule="1f1b", zero=0,
+             bucket_mb=0, accum=1, ffn=77):  # fmt: skip
     """The flags of a run of odd sizes: hardly a shard begins where a tensor does, nor where another layout's does. No
     --tp cuts --ffn 77; above --tp 2, two ranks or more hold the same key/value head; of three stages the first is longer."""
     model = f"--layers 4 --hidden 32 --heads 8 --kv-heads 2 --ffn {ffn} --seq 16 --warmup 3 --peak-tflops 1".split()
     step = ["--micro-batch", RESHARD_BATCH // (dp * accum), "--accum", accum, "--data", text, *rate.split()]
     layout = ["--tp", tp, *(["--sp"] if sp else []), "--zero", zero, "--bucket-mb", bucket_mb]
+    layout += ["--cp", cp, "--cp-order", cp_order] if cp > 1 else []
     layout += ["--pp", pp, "--schedule", schedule] if pp > 1 else []
     return [*model, *step, *layout, *[w for part in more for w in str(part).split()]]
 
 
 def ranks_of(layout):
-    return layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+    return layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1) * layout.get("pp", 1)
 
 
 def obeys_the_law(got, want):
@@ -228,8 +230,23 @@ CHAIN = [
     {},
     {"tp": 8},
     {"dp": 3, "zero": 3},
+    {"cp": 2, "cp_order": "contiguous", "tp": 2, "zero": 1},
     {"tp": 4, "sp": True, "bucket_mb": 1000},
 ]
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_parts_of_sequences_then_whole_ones(arch, train, text, tmp_path):
+    """Whoever sees which tokens, the weights are all there; with --zero they are shared out over dp and cp together."""
+    save, model, got = ["--save", tmp_path / "ckpt"], ["--arch", arch], {}
+    whole = train(*laid_out(text, *model, "--steps", 8))
+    for i, layout in enumerate(({"cp": 2, "zero": 3}, {}, {"cp": 4, "dp": 2, "zero": 1}, {"dp": 2, "zero": 3})):
+        resume = ["--resume", tmp_path / "ckpt"] if got else []
+        r = train(*laid_out(text, *model, "--steps", 2 * (i + 1), **layout), *save, *resume, ranks=ranks_of(layout))
+        assert not notes(r), f"{r}"
+        got |= curves(r)
+    obeys_the_law(got, curves(whole))
+    assert close(r.one("val")["loss"], whole.one("val")["loss"], LOSS_TOLERANCE)
 
 
 def test_from_slices_to_other_slices(train, text, tmp_path):
@@ -291,10 +308,12 @@ def test_a_pipeline_bit_for_bit(precision, more, layout, train, text, tmp_path):
 
 def test_the_same_weights_whoever_holds_them(train, text, tmp_path):
     """Initial values do not depend on the layout, nor does what is done with them: files of the same bytes, the same
-    validation loss, the same sample, whose first contexts no --sp divides."""
+    validation loss, the same sample, whose first contexts neither --sp nor --cp divides."""
     size, still, seen = {"ffn": 152, "rate": "--lr 0 --min-lr 0"}, "--arch llama --steps 1 --sample 40", []
     for i, layout in enumerate(({}, {"tp": 4}, {"tp": 4, "sp": True}, {"dp": 2, "tp": 2, "sp": True, "zero": 3},
-                                {"pp": 4}, {"pp": 2, "schedule": "zbv", "accum": 3, "tp": 2, "zero": 1})):  # fmt: skip
+                                {"pp": 4}, {"pp": 2, "schedule": "zbv", "accum": 3, "tp": 2, "zero": 1},
+                                {"cp": 2}, {"cp": 2, "cp_order": "contiguous"}, {"cp": 4, "tp": 2, "sp": True, "zero": 3},
+                                {"cp": 2, "cp_order": "contiguous", "pp": 2, "dp": 2})):  # fmt: skip
         run = [*laid_out(text, still, **size, **layout), "--save", tmp_path / f"{i}"]
         r = train(*run, ranks=ranks_of(layout))
         (sample,) = re.findall("sample of 40 bytes.*:\n((?s:.*))\nmemory", r.stdout)
@@ -305,11 +324,19 @@ def test_the_same_weights_whoever_holds_them(train, text, tmp_path):
 
 
 FROM = {
-    "dp": [1, 2, 3, 4], "tp": [1, 2, 4], "sp": [False, True], "pp": [1, 2, 3], "zero": [0, 1, 2, 3],
+    "dp": [1, 2, 3, 4], "tp": [1, 2, 4], "sp": [False, True], "cp": [1, 2], "pp": [1, 2, 3], "zero": [0, 1, 2, 3],
     "bucket_mb": [0, 0.08, 1000], "accum": [1, 4],
 }  # fmt: skip
 INTO = {f"then_{name}": values for name, values in FROM.items()}
+
+
+def few(x):
+    return ranks_of({name.removeprefix("then_"): n for name, n in x.items()}) <= 6
+
+
 AXES = {"ffn": [77, 76], **FROM, **INTO}
+for when in "", "then_":
+    AXES = together(AXES, [f"{when}{name}" for name in ("dp", "tp", "cp", "pp")], few)
 
 
 def layouts(x):
@@ -320,7 +347,7 @@ def layouts(x):
 
 def legal(x):
     return all(
-        ranks_of(y) <= 6 and x["ffn"] % y["tp"] == 0 and (y["tp"] > 1 or not y["sp"])
+        x["ffn"] % y["tp"] == 0 and (y["tp"] > 1 or not y["sp"])
         and RESHARD_BATCH % (y["dp"] * y["accum"]) == 0 for y in layouts(x)
     )  # fmt: skip
 

@@ -33,7 +33,8 @@ def test_help(words):
     headings = [line for line in r.stdout.splitlines() if re.fullmatch(r"[a-z]+", line)]
     assert headings == "model data step parallel memory precision run".split()
     for flag, default in (("--steps N", "(200)"), ("--lr X", "(0.001)"), ("--recompute none|selective|full", "(none)"),
-                          ("--data FILE…", ""), ("--save PATH", ""), ("--quiet", ""), ("--ranks N", "")):  # fmt: skip
+                          ("--data FILE…", ""), ("--save PATH", ""), ("--quiet", ""), ("--ranks N", ""),
+                          ("--cp N", "(1)"), ("--cp-order zigzag|contiguous", "(zigzag)")):  # fmt: skip
         (line,) = [line for line in r.stdout.splitlines() if line.startswith(f"  {flag} ")]
         assert line.endswith(default), line
     assert "(-1)" not in r.stdout, "a default that is none"
@@ -141,11 +142,12 @@ def test_what_changes_nothing_is_said(train, text):
 @pytest.mark.parametrize("ranks, options, where", [
     (1, ["--zero", 2], "one data-parallel rank holds all shards"),
     (1, ["--sp"], "one tensor-parallel rank holds all rows"),
+    (1, ["--cp-order", "contiguous"], "one context-parallel rank holds whole sequences"),
     (1, ["--no-overlap"], "one rank sends no messages"),
     (1, ["--comm", "mpi"], "one rank sends no messages"),
     (1, ["--check-replicas", 1], "every weight is held once"),
     (2, ["--zero", 3, "--check-replicas", 1], "every weight is held once"),
-], ids=["zero", "sp", "no-overlap", "comm", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
+], ids=["zero", "sp", "cp-order", "no-overlap", "comm", "check-replicas", "check-replicas-of-shards"])  # fmt: skip
 def test_what_changes_nothing_here_is_said(ranks, options, where, train, text):
     """What depends on the number of ranks, or on another flag: said once, not by every rank."""
     run = [*TINY, "--data", text, "--steps", 2]
@@ -496,6 +498,9 @@ def test_batch_tokens(train, text):
         assert a.curve("loss") == b.curve("loss")
         both = train(*run, "--batch-tokens", 384, "--accum", accum, ranks=ranks)
         assert both.curve("loss") == b.curve("loss")
+    parts = train(*run, "--batch-tokens", 384, "--cp", 2, ranks=2)  # as one rank: two have a sequence
+    assert parts.one("start")["tokens_per_step"] == 384
+    assert parts.curve("loss") == train(*run, "--accum", 6, "--cp", 2, ranks=2).curve("loss")
 
 
 # ---- precision -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def go_where_it_is(module):
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 class Run:
-    """What a run has logged: losses and milliseconds of its steps, memory of rank 0, messages among the dp ranks."""
+    """What a run has logged: losses and milliseconds of its steps, memory of rank 0, messages among the dp ranks, work."""
 
     def __init__(self, log):
         steps = [e for e in log if e["event"] == "step"]
@@ -65,6 +65,7 @@ class Run:
         self.memories = end["memory"]  # [ranks]
         self.memory = self.memories[0]
         self.comm, self.ranks = end["comm"], len(self.memories)
+        self.pairs = [rank["pairs"] for rank in end.get("attention", [])]  # of a query and a key, by rank, where cp > 1
         self.bytes = self.mean("bytes", "dp")
         self.exposed_ms = self.mean("exposed_ms", "dp") / len(steps)  # a step
 
