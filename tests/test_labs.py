@@ -21,6 +21,7 @@ from conftest import ROOT, build, close, environment, run_program
 
 LABS = ROOT / "dev/labs"
 NAMES = ["1_memory", "2_accumulation", "3_overlap", "4_zero", "5_formats", "6_kernels", "7_tensor", "8_pipeline"]
+NAMES += ["9_context"]
 LAB_SECONDS = 200
 
 
@@ -532,6 +533,89 @@ def test_lab_8_without_a_cluster(monkeypatch, capsys):
     monkeypatch.setattr(pipeline.lab, "why_no_cluster", lambda: "cluster.sh: missing: tc")
     assert pipeline.crossing(SimpleNamespace(quick=True)) is None
     assert capsys.readouterr().out == "\nno cluster in a box here, so nothing crosses hosts: cluster.sh: missing: tc\n"
+
+
+def test_lab_9_work(lab):
+    """Pairs by rank and step of the ring, by hand; as many are counted; the ring waits for the rank with most."""
+    l = lab("9_context")
+    rows, t = l.tables[0], 64 // 4
+    assert [row["rank"] for row in rows] == [f"{order}, rank {r}" for order in ("contiguous", "zigzag") for r in range(4)]
+    for row in rows:
+        r, zigzag = int(row["rank"][-1]), row["rank"].startswith("zigzag")
+        steps = [t * (t + 1) // 2, *(t * t // 2 if zigzag else t * t * (s <= r) for s in (1, 2, 3))]
+        assert [int(row[f"step {s}"]) for s in range(4)] == steps, row
+        assert int(row["counted"]) == int(row["in all"]) == sum(steps), row
+        assert abs(float(row["of the mean"]) - sum(steps) / (64 * 65 / 2 / 4)) < 0.00051, row
+    most = t * (t + 1) // 2 + 3 * t * t, t * (t + 1) // 2 + 3 * t * t // 2
+    assert f"contiguous {most[0]}, zigzag {most[1]}; {most[0] / most[1]:.3f} times" in l.text
+
+
+def test_lab_9_messages(lab):
+    """Either order sends the same: keys and values twice, their gradients once, of every block; the losses of one rank."""
+    rows = lab("9_context").tables[1]
+    assert [row["run"] for row in rows] == ["--cp 1", *(f"--cp {n} {o}" for n in (2, 4) for o in ("contiguous", "zigzag"))]
+    norms, block = 9 * 128, 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352
+    parameters = 2 * 256 * 128 + 4 * block + norms
+    for row in rows:
+        cp = int(row["run"].split()[1])
+        ring = 4 * (cp - 1) * (2 * 64 // cp) * (2 * 4 * 16) * 3 * 4
+        assert same(row["ring"], ring) and row["by formula"] == row["ring"], row
+        assert int(row["messages"]) == 4 * 3 * (cp - 1), row
+        assert same(row["gradients"], 2 * 4 * parameters * (cp - 1) / cp) and row["their formula"] == row["gradients"], row
+        assert row["last loss"] == rows[0]["last loss"] and float(row["apart by"]) < 1e-5, row
+
+
+def test_lab_9_memory(lab):
+    """Activations of a rank by length, run and by --dry-run, counted by hand; the Playbook's 352 GiB, which cp divides."""
+    rows, long = lab("9_context").tables[2:4]
+    assert [(row["T"], row["from"]) for row in rows] == [("256", "run"), ("512", "--dry-run")]
+    for row in rows:
+        T = int(row["T"])
+        # a block: x, h1, q, o, x_mid, h2; k, v; gate, up, act; two norms, lse (or the matrix's row) of 8 heads; the head
+        floats = {way: 4 * (6 * 128 + 2 * 64 + 3 * 352 + 2 + 8 * n) + 2 * 128 + 1 for way, n in (("naive", T), ("cp", 1))}
+        assert same(row["naive"], 4 * T * floats["naive"]), row
+        assert all(same(row[f"cp {n}"], 4 * T // n * floats["cp"]) for n in (1, 2, 4)), row
+        assert row["by formula"] == row["cp 4"] and float(row["all of cp 4"]) < float(row["all of naive"]), row
+        ring = 5 * 4 * T // 4 * 2 * 64  # two blocks of keys and values, three of gradients
+        assert ring / 1e6 < float(row["buffers"]) < ring / 1e6 + 0.5, row  # the rest is the gradients'
+    assert [row["run"] for row in long] == [f"--tp 2 --cp {n}" for n in (1, 2, 4, 8)]
+    s, h, L, a, t = 131072, 4096, 32, 32, 2
+    for row, cp in zip(long, (1, 2, 4, 8)):
+        tokens = s // cp
+        flash = tokens * h * L * (10 + 24 / t)  # without the embedding's output, which the others count
+        kept, full = flash + 5 * a * tokens * s * L / t + tokens * h, (2 * L + 1) * tokens * h
+        want = {"flash": flash, "T×T kept": kept, "full": full}
+        assert int(row["tokens a rank"]) == tokens and row["state"] == long[0]["state"], row
+        assert all(abs(float(row[x]) - n / 2**30) < 0.051 for x, n in want.items()), (row, want)
+        assert float(row["flash"]) == 352 / cp, row
+
+
+def test_lab_9_times(lab):
+    """What is said of times follows from times."""
+    rows = lab("9_context").tables[4]
+    assert [row["run"] for row in rows] == ["T 128, contiguous", "T 128, zigzag"]
+    for row in rows:
+        ms, waits = float(row["ms a step"]), [float(row[f"rank {r} waits"]) for r in (0, 1)]
+        assert all(0 <= x < ms for x in waits) and abs(float(row["shared evenly"]) - (ms - sum(waits) / 2)) < 1.01, row
+        assert abs(number(row["longer"]) - 100 * (ms / float(rows[1]["ms a step"]) - 1)) < 2, row
+
+
+def test_lab_9_waits(tmp_path):
+    """Of a trace: a step lasts from its forward to its optimizer, on the rank that takes longest; a validation is none."""
+    events = []
+
+    def add(rank, *spans, tid=0):
+        for name, b, e in spans:
+            events.append({"ph": "X", "pid": rank, "tid": tid, "name": name, "ts": 1e3 * b, "dur": 1e3 * (e - b)})
+
+    add(1, ("forward", 0, 4), ("wait for shift", 1, 2), ("backward", 4, 9), ("optimizer", 9, 10))
+    add(0, ("forward", 0, 4), ("wait for shift", 1, 4), ("backward", 4, 9), ("wait for all_reduce", 9, 10.5))
+    add(0, ("optimizer", 11, 12)), add(0, ("shift", 0, 9), tid=1)
+    add(0, ("forward", 20, 24), ("optimizer", 29, 30)), add(1, ("forward", 20, 24), ("optimizer", 29, 30))
+    add(0, ("forward", 40, 44), ("wait for shift", 41, 44))
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    steps = load("9_context").waits(tmp_path / "trace.json")
+    assert [(step.ms, step.waits) for step in steps] == [(12, [4.5, 1]), (10, [0, 0])]
 
 
 # ---- pictures and pages -----------------------------------------------------------------------------------------
