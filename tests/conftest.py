@@ -204,22 +204,23 @@ def drawn(r, axes):
 
 
 def holding(axes, pair):
-    """axes, with those values alone that a case with this pair may have."""
+    """axes, but those of several names with those values alone that a case with this pair may have."""
     fixed = dict(pair)
 
     def fits(names, v):
-        return all(fixed.get(n, x) == x for n, x in zip(names, v))
+        return len(names) == 1 or all(fixed.get(n, x) == x for n, x in zip(names, v))
 
     return {names: [v for v in values if fits(names, v)] for names, values in axes.items()}
 
 
-def covering(axes, legal=lambda case: True, seed=0, tries=40, most=2500):
+def covering(axes, legal=lambda case: True, seed=0, tries=40, most=None):
     """Cases (dicts) such that every pair of values of two axes that is legal at all appears in one of them.
 
     Greedy: each case starts from a pair not seen yet, the rest is drawn at random `tries` times, and the legal draw
-    that covers most new pairs stays. Pairs for which `most` draws find no legal case are left out."""
+    that covers most new pairs stays. Pairs for which `most` draws (50 · tries) find no legal case are left out."""
     r, axes = random.Random(seed), each_alone(axes)
-    items = dict.fromkeys((n, v[i]) for names, values in axes.items() for i, n in enumerate(names) for v in values)
+    of = {n: dict.fromkeys((n, v[i]) for v in values) for names, values in axes.items() for i, n in enumerate(names)}
+    items = [item for values in of.values() for item in values]
     bit = {item: 1 << i for i, item in enumerate(items)}
     # Of every value, those of other axes that it has not been seen with, as a set of bits.
     wanted = {a: sum(bit[b] for b in items if b[0] != a[0]) for a in items}
@@ -230,12 +231,12 @@ def covering(axes, legal=lambda case: True, seed=0, tries=40, most=2500):
         bits = sum(bit[item] for item in case.items())
         return bits, sum((wanted[item] & bits).bit_count() for item in case.items())
 
-    for a, b in itertools.combinations(items, 2):
+    for a, b in ((a, b) for m, n in itertools.combinations(of, 2) for a in of[m] for b in of[n]):
         if not wanted[a] & bit[b]:
             continue
         choice, best, gain = holding(axes, (a, b)), None, 0
-        for draw in range(most if all(choice.values()) else 0):
-            case = drawn(r, choice)
+        for draw in range((most or 50 * tries) if all(choice.values()) else 0):
+            case = drawn(r, choice) | dict((a, b))
             if not legal(case):
                 continue
             bits, new = seen(case)

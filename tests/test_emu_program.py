@@ -102,7 +102,7 @@ def layout(**options):
     return {**{name: values[0] for name, values in AXES.items()}, **options}
 
 
-@pytest.mark.parametrize("x", covering(AXES, legal, SEED), ids=label)
+@pytest.mark.parametrize("x", covering(AXES, legal, SEED, most=2500), ids=label)
 def test_every_pair_of_options(launch, x):
     obey(launch, x)
 

@@ -184,7 +184,7 @@ FEWER = together(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("x", covering(FEWER, legal, SEED, tries=600), ids=label)
+@pytest.mark.parametrize("x", covering(FEWER, legal, SEED, tries=600, most=2500), ids=label)
 def test_every_pair_of_options(launch, x):
     obey(launch, x)
 
