@@ -317,27 +317,14 @@ static long sequence_unit(const Config *c) {
     return c->cp * unit;
 }
 
-// Would so many do: for the model, and (fit) for the ranks and the sequence as they are?
-static bool tp_would_do(const Config *c, long tp, bool fit) {
-    Config o = *c;
-    o.tp = tp;
-    return !tp_fault(c, tp) &&
-           (!fit || (run_size(&o) % inner_ranks(&o) == 0 && c->seq % sequence_unit(&o) == 0));
-}
-
 static void check_tp(Config *c) {
     if (tp_fault(c, c->tp)) {
-        bool fit = false; // where no number does, that is another fault
-        for (long tp = 1; tp <= c->heads; tp++) fit |= tp_would_do(c, tp, true);
-        long below = c->tp - 1, above = c->tp + 1;
-        while (below > 0 && !tp_would_do(c, below, fit)) below--;
-        while (above <= c->heads && !tp_would_do(c, above, fit)) above++;
-        char nearest[64];
-        if (below > 0 && above <= c->heads)
-            snprintf(nearest, sizeof nearest, "%ld or %ld", below, above);
-        else
-            snprintf(nearest, sizeof nearest, "%ld", below > 0 ? below : above);
-        fail_all(EXIT_USAGE, "--tp %ld %s; nearest: %s", c->tp, tp_fault(c, c->tp), nearest);
+        long below = c->tp - 1, above = c->tp + 1; // 1 is always right
+        while (tp_fault(c, below)) below--;
+        while (above <= c->heads && tp_fault(c, above)) above++;
+        char more[32] = "";
+        if (above <= c->heads) snprintf(more, sizeof more, " or %ld", above);
+        fail_all(EXIT_USAGE, "--tp %ld %s; nearest: %ld%s", c->tp, tp_fault(c, c->tp), below, more);
     }
     if (c->tp == 1) c->sp = false; // all rows are one rank's
 }
