@@ -87,7 +87,8 @@ $(BUILD)/tests/train_with_faults: tests/faults.c $(objects) # the program, with 
 
 $(BUILD)/tests/test_report: $(BUILD)/report.o $(BUILD)/report_explain.o $(BUILD)/tp_sp.o $(BUILD)/pp_1f1b.o
 $(BUILD)/tests/test_schedule: $(BUILD)/pp_1f1b.o
-$(BUILD)/tests/test_ring: $(BUILD)/cp_ring.o
+$(BUILD)/tests/test_ring: $(BUILD)/cp_ring.o tests/on_all_ranks.h
+$(BUILD)/tests/test_comm: tests/on_all_ranks.h
 $(BUILD)/tests/%: tests/%.c $(library) # C unit tests, with cmocka
 	@echo "  link $@"
 	@$(CC) $(CFLAGS) $(filter-out %.h,$^) -o $@ -lcmocka $(LIBS)

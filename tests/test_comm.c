@@ -31,21 +31,7 @@
 #include <unistd.h>
 
 static Comm *world;
-static int failures;
-
-#define check(condition)                                                                                       \
-    do {                                                                                                       \
-        if (!(condition) && failures++ < 3)                                                                    \
-            fprintf(stderr, "test_comm.c:%d: rank %d of %d: %s\n", __LINE__, world->rank, world->size,         \
-                    #condition);                                                                               \
-    } while (0)
-
-// Ends a test on all ranks alike.
-static void agree(void) {
-    bool all = comm_all_true(world, failures == 0);
-    failures = 0;
-    assert_true(all);
-}
+#include "tests/on_all_ranks.h"
 
 // ---- inputs, and the answers ----------------------------------------------------------------------------------------
 

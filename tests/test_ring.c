@@ -22,21 +22,7 @@
 static const bool fp32 = sizeof(floatX) == sizeof(float);
 static Comm *world;
 static struct sigaction before_cmocka; // cmocka's handler takes the place of the emulator's
-static int failures;
-
-#define check(condition)                                                                                       \
-    do {                                                                                                       \
-        if (!(condition) && failures++ < 3)                                                                    \
-            fprintf(stderr, "test_ring.c:%d: rank %d of %d: %s\n", __LINE__, world->rank, world->size,         \
-                    #condition);                                                                               \
-    } while (0)
-
-// Ends a test on all ranks alike.
-static void agree(void) {
-    bool all = comm_all_true(world, failures == 0);
-    failures = 0;
-    assert_true(all);
-}
+#include "tests/on_all_ranks.h"
 
 // ---- whole sequences, and the answers ---------------------------------------------------------------------------------
 
