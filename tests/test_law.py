@@ -34,7 +34,7 @@ MODEL_AXES = {
 }
 # What all of these share, if a case says nothing else.
 MODEL = {"heads": 8, "hidden": 32, "vocab": 256, "batch": BATCH, "seed": 7, "lr": 3e-3, "grad_clip": 1}
-# Nine layers of so few channels are unruly at that rate: the order of sums alone, on one rank, moves a step's norm by 1e-2.
+# Nine layers or more of so few channels are unruly at that rate: the order of sums alone, on one rank, moves a step's norm by 1e-2.
 DEEP = {"lr": 1e-3}
 # How it is laid out. The first value of each is the one-rank run's.
 LAYOUT_AXES = {
@@ -96,7 +96,7 @@ def legal(x, most_ranks=MOST_RANKS):
 
 
 def flags(x, data, steps=STEPS):
-    x = {**MODEL, **(DEEP if x["layers"] == 9 else {}), **x}
+    x = {**MODEL, **(DEEP if x["layers"] >= 9 else {}), **x}
     schedule, _, chunks = x["schedule"].partition(" ")
     out = ["--arch", x["arch"], "--layers", x["layers"], "--heads", x["heads"], "--kv-heads", x["kv_heads"]]
     out += ["--hidden", x["hidden"], "--ffn", x["ffn"], "--vocab", x["vocab"], "--seq", x["seq"]]
