@@ -55,7 +55,7 @@ emulator := $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out dev/emu/nccl.cpp $(if $(f
             $(wildcard dev/emu/*.cpp)))
 library  += $(emulator) $(if $(filter 1,$(MPI)),$(BUILD)/dev/emu/nccl.o)
 endif
-objects := $(BUILD)/train_gpt2.o $(BUILD)/config.o $(BUILD)/report.o $(BUILD)/report_explain.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/tp_sp.o $(BUILD)/cp_ring.o $(BUILD)/pp_1f1b.o $(BUILD)/fp8_linear.o $(library)
+objects := $(BUILD)/train_gpt2.o $(BUILD)/config.o $(BUILD)/report.o $(BUILD)/report_explain.o $(BUILD)/state.o $(BUILD)/dp_zero.o $(BUILD)/tp_sp.o $(BUILD)/cp_ring.o $(BUILD)/pp_1f1b.o $(BUILD)/ep_moe.o $(BUILD)/fp8_linear.o $(library)
 faulty  := comm_all_reduce comm_reduce_scatter comm_all_gather comm_send comm_receive matmul_backward_weight adamw_update connect send MPI_Abort
 text    := build/repository.txt # what a bare ./train learns: this repository
 prose   := $(sort $(wildcard *.md Makefile *.h *.c *.cu kernels/* runtime/*.[ch] tests/*.c tests/*.cu tests/*.py dev/*.md \
@@ -202,7 +202,7 @@ bench: ready
 	$(MAKE) DEVICE=cpu PRECISION=fp32
 	build/venv/bin/python dev/bench/bench.py
 
-reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c tp_sp.c cp_ring.c pp_1f1b.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
+reading := README.md train.h kernels/kernels.h train_gpt2.cu dp_zero.c tp_sp.c cp_ring.c pp_1f1b.c ep_moe.c fp8_linear.c $(wildcard kernels/*.c) runtime/device.h \
            runtime/comm.h runtime/comm.c
 loc:
 	@echo "to read, in this order:"; wc -l $(reading)

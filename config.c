@@ -27,6 +27,14 @@ Config config = {
     .vocab = NOT_GIVEN,
     .seq = NOT_GIVEN,
     .rope_theta = NOT_GIVEN,
+    .experts = NOT_GIVEN,
+    .topk = NOT_GIVEN,
+    .shared_experts = NOT_GIVEN,
+    .expert_ffn = NOT_GIVEN,
+    .moe_every = NOT_GIVEN,
+    .route_groups = NOT_GIVEN,
+    .route_nodes = NOT_GIVEN,
+    .balance = NOT_GIVEN,
     .seed = 1337,
     .micro_batch = 8,
     .accum = 1,
@@ -44,6 +52,7 @@ Config config = {
     .tp = 1,
     .cp = 1,
     .pp = 1,
+    .ep = 1,
     .virtual_stages = NOT_GIVEN,
     .schedule = SCHEDULE_1F1B,
     .comm = NOT_GIVEN,
@@ -61,9 +70,15 @@ typedef struct {
     bool tie;
 } Preset;
 
+typedef struct {
+    long experts, topk, shared_experts, expert_ffn, route_groups, route_nodes;
+    Balance balance;
+} ExpertPreset;
+
 // clang-format off
 #define PRESET_NAMES "gpt2-tiny|llama-tiny|gpt2-124M|gpt2-355M|gpt2-774M|gpt2-1558M|" \
-                     "llama-0.5B|llama-1B|llama-3B|llama-8B|llama-70B|llama-405B|gpt3-175B"
+                     "llama-0.5B|llama-1B|llama-3B|llama-8B|llama-70B|llama-405B|gpt3-175B|" \
+                     "moe-tiny|mixtral-8x7B|deepseek-v3"
 static const Preset presets[] = { // in the order of PRESET_NAMES
     // arch      layers heads kv  hidden   ffn   vocab   seq  theta  tied
     {ARCH_GPT2,     4,   8,   8,   128,   512,      0,   64,      0, true},
@@ -79,6 +94,15 @@ static const Preset presets[] = { // in the order of PRESET_NAMES
     {ARCH_LLAMA,   80,  64,   8,  8192, 28672, 128256, 8192, 500000, false},
     {ARCH_LLAMA,  126, 128,   8, 16384, 53248, 128256, 8192, 500000, false},
     {ARCH_GPT2,    96,  96,  96, 12288, 49152,  50257, 2048,      0, true},
+    {ARCH_LLAMA,    4,   8,   4,   128,   352,      0,   64,  10000, false},
+    {ARCH_LLAMA,   32,  32,   8,  4096, 14336,  32000, 4096, 1000000, false},
+    {ARCH_LLAMA,   61, 128,   8,  7168, 18432, 129280, 4096,  10000, false},
+};
+static const ExpertPreset expert_presets[] = { // of the last ones; all others are dense
+    // experts topk shared ffn groups nodes
+    {  8,  2,  0,   352,  1,  1, BALANCE_AUX},
+    {  8,  2,  0, 14336,  1,  1, BALANCE_AUX},
+    {256,  8,  1,  2048,  8,  4, BALANCE_BIAS}, // its attention (MLA) as GQA, experts in its first three blocks, too
 };
 
 #define SCHEDULES_AND_ALIAS SCHEDULES "|gpipe"
@@ -98,6 +122,15 @@ static const Flag flags[] = {
     {"seq",        FLAG_INT,  &config.seq, "tokens a sequence (T)", 1, MOST_SEQ, NULL},
     {"rope-theta", FLAG_REAL, &config.rope_theta, "base of the rotary angles (llama)", 1, 1e12, NULL},
     {"tie",        FLAG_SWITCH, &config.tie, "the head shares the embedding's weights (gpt2 always does)", 0, 0, NULL},
+    {"experts", FLAG_GROUP, NULL, "", 0, 0, NULL},
+    {"experts",    FLAG_INT,  &config.experts, "MLPs, of which a router picks some for each token; 0: one MLP", 0, MOE_MOST_EXPERTS, NULL},
+    {"topk",       FLAG_INT,  &config.topk, "experts a token", 1, MOE_MOST_EXPERTS, NULL},
+    {"shared-experts", FLAG_INT, &config.shared_experts, "and those that every token goes through", 0, 1e4, NULL},
+    {"expert-ffn", FLAG_INT,  &config.expert_ffn, "channels inside an expert; else --ffn", 1, 1e7, NULL},
+    {"moe-every",  FLAG_INT,  &config.moe_every, "every N-th block has experts, the others one MLP", 1, MOST_LAYERS, NULL},
+    {"balance",    FLAG_CHOICE, &config.balance, "even load by a loss (aux), by a bias on the choice, or not", 0, 0, BALANCES},
+    {"route-groups", FLAG_INT, &config.route_groups, "groups of experts, for --route-nodes", 1, MOE_MOST_EXPERTS, NULL},
+    {"route-nodes", FLAG_INT, &config.route_nodes, "groups that a token may go to; else all", 1, MOE_MOST_EXPERTS, NULL},
     {"data", FLAG_GROUP, NULL, "", 0, 0, NULL},
     {"data",       FLAG_FILES, &config.data, "text (bytes) or llm.c token shards (.bin); else this repository's text", 0, 0, NULL},
     {"val",        FLAG_FILES, &config.val, "the same, for evaluation; else the last tenth of a text", 0, 0, NULL},
@@ -125,6 +158,7 @@ static const Flag flags[] = {
     {"cp-order",   FLAG_CHOICE, &config.cp_order, "how a sequence is cut; zigzag gives all ranks the same work", 0, 0, CP_ORDERS},
     {"pp",         FLAG_INT, &config.pp, "pipeline-parallel ranks: each holds some of the layers", 1, 1e4, NULL},
     {"schedule",   FLAG_CHOICE, &config.schedule, "order of work in a pipeline; gpipe is afab", 0, 0, SCHEDULES_AND_ALIAS},
+    {"ep",         FLAG_INT, &config.ep, "expert-parallel ranks, of dp: they share the experts", 1, 1e4, NULL},
     {"virtual-stages", FLAG_INT, &config.virtual_stages, "stages a rank (interleaved)", 1, MOST_CHUNKS, NULL},
     {"comm",       FLAG_CHOICE, &config.comm, "GPUs: NCCL (where each rank has its own), or through the host", 0, 0, TRANSPORTS},
     {"no-overlap", FLAG_SWITCH, &config.no_overlap, "wait for every message where it leaves", 0, 0, NULL},
@@ -165,17 +199,33 @@ static long meta_number(const SafeTensors *s, const char *path, const char *name
     if (!text) return 0;
     char *end;
     long x = strtol(text, &end, 10);
-    if (*end || x < 1 || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
+    if (*end || x < 0 || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
     return x;
 }
 
 static void take_setting(const SafeTensors *s, const char *path, int i) {
     long *value = setting(&config, i), saved = meta_number(s, path, model_settings[i].name);
-    if (!saved) return;
+    // A dense model's description says nothing of experts.
+    bool dense = value == &config.experts && safetensors_meta(s, "layers");
+    if (!safetensors_meta(s, model_settings[i].name) && !dense) return;
     if (*value == NOT_GIVEN) *value = saved;
     if (*value != saved)
         fail_all(EXIT_USAGE, "--%s %ld: %s holds another model; nearest: %ld", model_settings[i].flag, *value,
                  path, saved);
+}
+
+// Scores are sigmoids where a bias balances them, and a softmax else: two models.
+static void take_router(const SafeTensors *s, const char *path) {
+    Config *c = &config;
+    const char *router = safetensors_meta(s, "router");
+    if (!router) return;
+    bool sigmoid = strcmp(router, "sigmoid") == 0;
+    if (!sigmoid && strcmp(router, "softmax") != 0)
+        fail_all(EXIT_USAGE, "%s: its metadata says router = %s; known: softmax, sigmoid", path, router);
+    if (c->balance == NOT_GIVEN) c->balance = sigmoid ? BALANCE_BIAS : BALANCE_AUX;
+    if ((c->balance == BALANCE_BIAS) != sigmoid)
+        fail_all(EXIT_USAGE, "--balance %s: the scores of %s are a %s; nearest: %s",
+                 flag_choice(BALANCES, c->balance), path, router, sigmoid ? "bias" : "aux");
 }
 
 // The model as a checkpoint describes it.
@@ -195,6 +245,7 @@ static void config_from_file(const char *path) {
         c->arch = saved;
     }
     for (int i = 0; i < MODEL_SETTINGS; i++) take_setting(s, path, i);
+    if (c->experts > 0) take_router(s, path);
     if (tie && c->tie && strcmp(tie, "1") != 0)
         fail_all(EXIT_USAGE, "--tie: %s holds a model with a head of its own; leave the flag out", path);
     if (tie) c->tie = strcmp(tie, "1") == 0;
@@ -211,6 +262,26 @@ static void config_from_file(const char *path) {
     safetensors_close(s);
 }
 
+static void fill_in(long *value, long otherwise) {
+    if (*value == NOT_GIVEN) *value = otherwise;
+}
+
+// Of a preset without experts: two of those that --experts asks for, each like the MLP.
+static void experts_from_preset(Config *c) {
+    static const ExpertPreset dense = {.topk = 2, .route_groups = 1};
+    size_t first = LENGTH(presets) - LENGTH(expert_presets), model = (size_t)c->model;
+    const ExpertPreset *p = model < first ? &dense : &expert_presets[model - first];
+    fill_in(&c->experts, p->experts);
+    if (c->topk == NOT_GIVEN) c->topk = p->topk < c->experts ? p->topk : c->experts;
+    fill_in(&c->shared_experts, p->shared_experts);
+    fill_in(&c->expert_ffn, p->expert_ffn && !flag_given(&config.ffn) ? p->expert_ffn : c->ffn);
+    fill_in(&c->moe_every, 1);
+    bool grouped = c->route_groups == NOT_GIVEN || c->route_groups == p->route_groups;
+    fill_in(&c->route_groups, p->route_groups);
+    fill_in(&c->route_nodes, grouped && p->route_nodes ? p->route_nodes : c->route_groups);
+    if (c->balance == NOT_GIVEN) c->balance = p->balance;
+}
+
 // Sizes that are still open come from the preset.
 static void config_from_preset(void) {
     Config *c = &config;
@@ -222,8 +293,9 @@ static void config_from_preset(void) {
     if (c->ffn == NOT_GIVEN && c->hidden != NOT_GIVEN && p->ffn % p->hidden == 0)
         c->ffn = p->ffn / p->hidden * c->hidden;
     const long value[] = {p->layers, p->heads, p->kv_heads, p->hidden, p->ffn, p->vocab};
-    for (int i = 0; i < MODEL_SETTINGS; i++)
-        if (*setting(c, i) == NOT_GIVEN && value[i] > 0) *setting(c, i) = value[i];
+    for (size_t i = 0; i < LENGTH(value); i++)
+        if (*setting(c, (int)i) == NOT_GIVEN && value[i] > 0) *setting(c, (int)i) = value[i];
+    experts_from_preset(c);
 }
 
 // A resumed run goes on in the data order of the run that it resumes.
@@ -234,6 +306,16 @@ static void seed_from_run(const char *checkpoint) {
     const char *seed = safetensors_meta(s, "seed");
     if (seed) config.seed = strtol(seed, NULL, 10);
     safetensors_close(s);
+}
+
+// ---- experts --------------------------------------------------------------------------------------------------------
+
+bool has_experts(const Config *c, long l) {
+    return c->experts > 0 && (l + 1) % c->moe_every == 0;
+}
+
+long expert_blocks(const Config *c) {
+    return c->experts > 0 ? c->layers / c->moe_every : 0;
 }
 
 // ---- what is refused ------------------------------------------------------------------------------------------------
@@ -254,9 +336,11 @@ static void must_divide(const char *flag, long x, const char *by, long step) {
 static void check_countable(const Config *c) {
     double rows = (double)c->micro_batch * (double)c->local_seq, C = (double)c->hidden, F = (double)c->ffn;
     double scores = (double)c->heads * (c->attention == ATTENTION_NAIVE ? (double)c->seq : 1);
-    double activations = rows * ((double)c->layers * (16 * C + 6 * F + scores) + 2 * (double)c->vocab);
-    double parameters =
-        (double)c->layers * C * (4 * C + 3 * F) + (2 * (double)c->vocab + (double)c->positions) * C;
+    double copies = (double)c->topk * (6 * C + 6 * (double)c->expert_ffn) + (double)c->experts;
+    double activations = rows * ((double)c->layers * (16 * C + 6 * F + scores + copies) + 2 * (double)c->vocab);
+    double experts = (double)(c->experts + c->shared_experts) * (double)c->expert_ffn;
+    double parameters = (double)c->layers * C * (4 * C + 3 * F + 3 * experts + (double)c->experts) +
+                        (2 * (double)c->vocab + (double)c->positions) * C;
     // Micro-batches in flight at once, of the whole model: no schedule has more.
     double in_flight = (double)c->accum;
     if (c->schedule != SCHEDULE_AFAB) in_flight = fmin(in_flight, 2 * (double)c->pp - 1);
@@ -286,8 +370,10 @@ static const char *tp_fault(const Config *c, long tp) {
         snprintf(fault, sizeof fault, "does not divide %ld attention heads", c->heads);
     else if (c->kv_heads % tp != 0 && tp % c->kv_heads != 0)
         snprintf(fault, sizeof fault, "can neither split nor copy %ld key/value heads evenly", c->kv_heads);
-    else if (c->ffn % tp != 0)
+    else if (c->ffn % tp != 0 && expert_blocks(c) < c->layers)
         snprintf(fault, sizeof fault, "does not divide --ffn %ld", c->ffn);
+    else if (c->expert_ffn % tp != 0 && c->experts)
+        snprintf(fault, sizeof fault, "does not divide --expert-ffn %ld", c->expert_ffn);
     else if (c->vocab < tp)
         snprintf(fault, sizeof fault, "is more than the %ld tokens of the vocabulary", c->vocab);
     else
@@ -566,16 +652,73 @@ static void check_accum(Config *c) {
     fail_all(EXIT_USAGE, "--accum %ld: %s; nearest: %s", m, micro_batches_wanted(c), nearest);
 }
 
+// Divides x all of these? (0 is divided by all.)
+typedef struct {
+    long of[2];
+} Divided;
+
+static bool divides_all(long x, Divided d) {
+    return d.of[0] % x == 0 && d.of[1] % x == 0;
+}
+
+// Refuses what does not, for this reason. 1 always does.
+static void refuse_divisor(const char *flag, long x, const char *what, long of, Divided d) {
+    long below = x - 1, above = x + 1;
+    char more[32] = "";
+    while (!divides_all(below, d)) below--;
+    while (above <= of && !divides_all(above, d)) above++;
+    if (above <= of) snprintf(more, sizeof more, " or %ld", above);
+    fail_all(EXIT_USAGE, "--%s %ld does not divide %s%ld%s; nearest: %ld%s", flag, x, what, of,
+             *what ? "" : " experts", below, more);
+}
+
+// The experts and the router of a model that has some.
+static void check_experts(Config *c) {
+    if (c->experts == 0) {
+        c->topk = c->shared_experts = c->expert_ffn = 0;
+        c->route_groups = c->route_nodes = 1;
+        return;
+    }
+    if (c->topk > c->experts)
+        fail_all(EXIT_USAGE, "--topk %ld: more than --experts %ld; nearest: %ld", c->topk, c->experts,
+                 c->experts);
+    if (c->moe_every > c->layers)
+        fail_all(EXIT_USAGE,
+                 "--moe-every %ld: more than --layers %ld, so that no block has experts; nearest: %ld",
+                 c->moe_every, c->layers, c->layers);
+    if (c->experts % c->route_groups != 0)
+        refuse_divisor("route-groups", c->route_groups, "", c->experts, (Divided){{c->experts, 0}});
+    if (c->route_nodes > c->route_groups)
+        fail_all(EXIT_USAGE, "--route-nodes %ld: more than --route-groups %ld; nearest: %ld", c->route_nodes,
+                 c->route_groups, c->route_groups);
+    long each = c->experts / c->route_groups, least = (c->topk + each - 1) / each;
+    if (c->route_nodes < least)
+        fail_all(EXIT_USAGE,
+                 "--route-nodes %ld: %ld experts a group make %ld, fewer than --topk %ld; nearest: %ld",
+                 c->route_nodes, each, c->route_nodes * each, c->topk, least);
+}
+
+static void check_ep(Config *c) {
+    Divided both = {{c->experts, c->dp}};
+    if (c->ep > 1 && c->experts == 0)
+        fail_all(EXIT_USAGE, "--ep %ld: the model has no experts; nearest: 1, or --experts %ld", c->ep, c->ep);
+    if (c->experts % c->ep != 0) refuse_divisor("ep", c->ep, "", c->experts, both);
+    if (c->dp % c->ep != 0) refuse_divisor("ep", c->ep, "--dp ", c->dp, both);
+}
+
 // Derives what follows and refuses what cannot be.
 static void config_check(Config *c) {
     must_divide("hidden", c->hidden, "--heads", c->heads);
     must_divide("heads", c->heads, "--kv-heads", c->kv_heads);
+    check_experts(c);
     check_tp(c);
     check_pp(c);
     check_cp(c);
     check_grid(c, run_size(c));
     c->local_seq = c->seq / c->cp;
     c->dp_cp = c->dp * c->cp;
+    check_ep(c);
+    c->replicas = c->dp_cp / c->ep;
     check_accum(c);
     check_countable(c);
     if (c->arch == ARCH_LLAMA && c->hidden / c->heads % 2 != 0)
@@ -676,6 +819,21 @@ bool has_replicas(const Config *c) {
     return c->tp > 1 || (c->dp_cp > 1 && c->zero < 3) || (c->tie && c->pp > 1 && c->schedule != SCHEDULE_ZBV);
 }
 
+static void say_no_experts(void) {
+    static const struct {
+        const char *name;
+        const void *value;
+    } of_experts[] = {{"topk", &config.topk},
+                      {"shared-experts", &config.shared_experts},
+                      {"expert-ffn", &config.expert_ffn},
+                      {"moe-every", &config.moe_every},
+                      {"balance", &config.balance},
+                      {"route-groups", &config.route_groups},
+                      {"route-nodes", &config.route_nodes}};
+    for (size_t i = 0; i < LENGTH(of_experts); i++)
+        if (flag_given(of_experts[i].value)) say("--%s changes nothing: no --experts", of_experts[i].name);
+}
+
 void say_without_effect(const Config *c) {
     bool bf16_build = sizeof(floatX) == 2;
     if (c->recompute == RECOMPUTE_SELECTIVE && c->attention == ATTENTION_FLASH)
@@ -693,6 +851,10 @@ void say_without_effect(const Config *c) {
         say("--sp changes nothing: one tensor-parallel rank holds all rows");
     if (flag_given(&config.cp_order) && c->cp == 1)
         say("--cp-order changes nothing: one context-parallel rank holds whole sequences");
+    if (c->experts == 0)
+        say_no_experts();
+    else if (flag_given(&config.route_groups) && c->route_nodes == c->route_groups)
+        say("--route-groups changes nothing: --route-nodes %ld lets a token go to all of them", c->route_nodes);
     if (flag_given(&config.virtual_stages) && c->pp == 1)
         say("--virtual-stages changes nothing: one pipeline-parallel rank holds all stages");
     if (flag_given(&config.schedule) && c->pp == 1 && (c->schedule != SCHEDULE_AFAB || c->accum == 1))

@@ -19,6 +19,8 @@ typedef enum { SCHEDULE_AFAB, SCHEDULE_1F1B, SCHEDULE_INTERLEAVED, SCHEDULE_ZB_H
 #define SCHEDULES "afab|1f1b|interleaved|zb-h1|zbv"
 typedef enum { ORDER_ZIGZAG, ORDER_CONTIGUOUS } CpOrder;
 #define CP_ORDERS "zigzag|contiguous"
+typedef enum { BALANCE_AUX, BALANCE_BIAS, BALANCE_NONE } Balance;
+#define BALANCES "aux|bias|none"
 
 typedef struct {
     // model
@@ -26,6 +28,9 @@ typedef struct {
     long layers, heads, kv_heads, hidden, ffn, vocab, seq;
     double rope_theta;
     bool tie;
+    // experts
+    long experts, topk, shared_experts, expert_ffn, moe_every, route_groups, route_nodes; // experts 0: dense
+    int balance;
     // data
     FlagFiles data, val;
     long seed;
@@ -33,7 +38,7 @@ typedef struct {
     long micro_batch, accum, batch_tokens, steps, warmup;
     double lr, min_lr, beta1, beta2, weight_decay, grad_clip;
     // parallel
-    long ranks, dp, zero, tp, cp, pp, virtual_stages;
+    long ranks, dp, zero, tp, cp, pp, virtual_stages, ep;
     double bucket_mb;
     int comm, cp_order, schedule;
     bool no_overlap, sp;
@@ -53,6 +58,7 @@ typedef struct {
     long global_batch; // sequences a step, over all ranks
     long local_seq;    // tokens of each sequence that a rank has: seq / cp
     long dp_cp;        // ranks that hold the same parameters and see other tokens: dp · cp
+    long replicas;     // those of them that hold the same experts: dp_cp / ep
 } Config;
 
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
@@ -66,6 +72,10 @@ extern Data *train_data, *val_data; // NULL where a dry run reads nothing, and w
 // to go on from, and the checkpoint's path ("": a new run).
 long configure(int argc, char **argv, char *checkpoint, size_t checkpoint_size);
 
+// Does block l have experts? Every --moe-every-th has.
+bool has_experts(const Config *c, long l);
+// How many blocks have.
+long expert_blocks(const Config *c);
 // Some weight is held by more than one rank.
 bool has_replicas(const Config *c);
 // What is legal but does nothing is said, so that nobody waits for an effect.

@@ -51,7 +51,8 @@ static void group_units(Model *m) {
     size_t *unit_count = host_alloc((size_t)m->n_units, sizeof *unit_count);
     bool *joined = host_alloc((size_t)m->n_units, sizeof *joined); // to the unit before
     size_t count = 0;
-    for (const Param *p = m->param; p < m->param + m->n_params; p++) unit_count[p->unit] += p->size;
+    for (const Param *p = m->param; p < m->param + m->n_params; p++)
+        if (p->expert < 0) unit_count[p->unit] += p->size;
     for (int u = m->n_units - 1; u > 0; u--) {
         count += unit_count[u];
         joined[u] = may_share(m, u) && (double)(count + unit_count[u - 1]) <= limit;
@@ -63,11 +64,22 @@ static void group_units(Model *m) {
     for (int k = 0; k < m->config.virtual_stages; k++)
         for (int u = m->chunk[k].first_unit; u <= m->chunk[k].last_unit; u++)
             if (u > 0) m->bucket_of[u] = joined[u] ? m->n_buckets - 1 : m->n_buckets++;
+    m->n_dense = m->n_buckets;
+    m->experts_bucket_of = host_alloc((size_t)m->n_units, sizeof *m->experts_bucket_of);
+    for (int u = 0; u < m->n_units; u++) m->experts_bucket_of[u] = -1;
+    for (int k = 0; k < m->config.virtual_stages; k++)
+        for (int u = m->chunk[k].first_unit; u <= m->chunk[k].last_unit; u++)
+            if (u > 0 && u < m->n_units - 1 && has_experts(&m->config, u - 1))
+                m->experts_bucket_of[u] = m->n_buckets++;
     free(unit_count);
     free(joined);
 }
 
-static void name_bucket(Bucket *b, int last) {
+static void name_bucket(Bucket *b, int last, bool experts) {
+    if (experts) {
+        snprintf(b->name, sizeof b->name, "experts %d", b->first_unit - 1);
+        return;
+    }
     int n = b->first_unit == 0      ? snprintf(b->name, sizeof b->name, "embedding")
             : b->first_unit == last ? snprintf(b->name, sizeof b->name, "head")
                                     : snprintf(b->name, sizeof b->name, "block %d", b->first_unit - 1);
@@ -78,21 +90,34 @@ static void name_bucket(Bucket *b, int last) {
         snprintf(b->name + n, sizeof b->name - (size_t)n, "-%d", b->last_unit - 1);
 }
 
+static bool is_experts(const Model *m, int i) {
+    return i >= m->n_dense;
+}
+
+// Between a bucket's first parameter and its last there may be others': experts stand in the table where their block does.
+static bool is_in(const Model *m, const Param *p, const Bucket *b) {
+    return p->here && &m->bucket[p->bucket] == b;
+}
+
 static void fill_buckets(Model *m) {
     group_units(m);
     m->bucket = host_alloc((size_t)m->n_buckets, sizeof(Bucket));
     for (int i = 0; i < m->n_params; i++) {
         Param *p = &m->param[i];
         if (!p->here) continue;
-        p->bucket = m->bucket_of[p->unit];
+        p->bucket = p->expert < 0 ? m->bucket_of[p->unit] : m->experts_bucket_of[p->unit];
         Bucket *b = &m->bucket[p->bucket];
-        if (b->n_params++ == 0) b->first_param = i, b->first_unit = p->unit, b->chunk = m->chunk_of[p->unit];
+        if (b->count == 0) b->first_param = i, b->first_unit = p->unit, b->chunk = m->chunk_of[p->unit];
+        b->n_params = i + 1 - b->first_param;
         b->last_unit = p->unit;
         p->offset = b->count;
         b->count += p->size;
     }
     for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
-        name_bucket(b, m->n_units - 1);
+        bool experts = is_experts(m, (int)(b - m->bucket));
+        name_bucket(b, m->n_units - 1, experts);
+        b->comm = experts ? m->grid.replicas : m->grid.dp;
+        b->ranks = (int)(experts ? m->config.replicas : m->config.dp_cp);
         b->decay = host_alloc(2 * (size_t)b->n_params, sizeof(size_t));
     }
 }
@@ -101,12 +126,11 @@ static size_t own_count(const Bucket *b) {
     return b->own_end - b->own;
 }
 
-// Which elements are this rank's. Not grid.dp->size: a dry run is one process, and answers for rank 0 of many.
+// Which elements are this rank's. Not of comm->size: a dry run is one process, and answers for rank 0 of many.
 static void cut(Model *m) {
-    int ranks = (int)m->config.dp_cp, rank = m->grid.dp->rank;
     for (Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
-        b->shard = comm_shard_begin(b->count, ranks, rank);
-        b->shard_end = comm_shard_begin(b->count, ranks, rank + 1);
+        b->shard = comm_shard_begin(b->count, b->ranks, b->comm->rank);
+        b->shard_end = comm_shard_begin(b->count, b->ranks, b->comm->rank + 1);
         b->own = m->config.zero == 0 ? 0 : b->shard;
         b->own_end = m->config.zero == 0 ? b->count : b->shard_end;
         b->n_decay = 0;
@@ -114,7 +138,7 @@ static void cut(Model *m) {
             size_t begin = p->offset, end = p->offset + p->size;
             if (begin < b->own) begin = b->own;
             if (end > b->own_end) end = b->own_end;
-            if (p->ndim == 1 || begin >= end) continue; // vectors do not decay
+            if (!is_in(m, p, b) || p->ndim == 1 || begin >= end) continue; // vectors do not decay
             b->decay[2 * b->n_decay] = begin - b->own;
             b->decay[2 * b->n_decay++ + 1] = end - b->own;
         }
@@ -127,18 +151,25 @@ static bool is_tied_embedding(const Model *m, int i) {
     return m->config.tie && m->bucket[i].first_unit == 0;
 }
 
-// Memory for all of bucket i: its own where it stays, else a slot that it shares with every second bucket.
-static void *whole_memory(const Model *m, int i, size_t item, bool stays, MemCategory category, void *slot[2]) {
+enum { SLOTS = 4 }; // two for experts' buckets, two for all others
+static int slot_of(const Model *m, int i) {
+    return is_experts(m, i) ? 2 + ((i - m->n_dense) & 1) : i & 1;
+}
+
+// Memory for all of bucket i: its own where it stays, else a slot that it shares with every second bucket of its kind.
+static void *whole_memory(const Model *m, int i, size_t item, bool stays, MemCategory category,
+                          void *slots[SLOTS]) {
     const Bucket *b = &m->bucket[i];
+    void **slot = &slots[slot_of(m, i)];
     if (stays) return device_alloc(category, b->count * item);
     if (is_tied_embedding(m, i)) return device_alloc(MEM_TIED, b->count * item);
-    if (!slot[i & 1]) {
+    if (!*slot) {
         size_t most = 0;
-        for (int j = i; j < m->n_buckets; j += 2) // (a tied embedding has come before)
-            if (m->bucket[j].count > most) most = m->bucket[j].count;
-        slot[i & 1] = device_alloc(MEM_WHOLE_BUCKETS, most * item);
+        for (int j = i; j < m->n_buckets; j++) // (a tied embedding has come before)
+            if (slot_of(m, j) == slot_of(m, i) && m->bucket[j].count > most) most = m->bucket[j].count;
+        *slot = device_alloc(MEM_WHOLE_BUCKETS, most * item);
     }
-    return slot[i & 1];
+    return *slot;
 }
 
 // What stays holds values that are read again from now on.
@@ -152,20 +183,20 @@ static void reserve_optimizer(Bucket *b) {
     b->v = lasting(MEM_OPTIMIZER, own_count(b) * sizeof(float));
 }
 
-static void reserve_weights(Model *m, int i, void *slot[2]) {
+static void reserve_weights(Model *m, int i, void *slots[SLOTS]) {
     Bucket *b = &m->bucket[i];
     bool stay = m->config.zero < 3;
-    b->weight = whole_memory(m, i, sizeof(floatX), stay, MEM_WEIGHTS, slot);
+    b->weight = whole_memory(m, i, sizeof(floatX), stay, MEM_WEIGHTS, slots);
     if (stay) ledger_live(MEM_WEIGHTS, (ptrdiff_t)(b->count * sizeof(floatX)));
     b->own_weight = stay ? b->weight + b->own : lasting(MEM_WEIGHTS, own_count(b) * sizeof(floatX));
     if (FLOAT_X == DTYPE_BF16) b->master = lasting(MEM_MASTER, own_count(b) * sizeof(float));
 }
 
-static void reserve_gradients(Model *m, int i, void *slot[2], void *slot32[2]) {
+static void reserve_gradients(Model *m, int i, void *slots[SLOTS], void *slots32[SLOTS]) {
     Bucket *b = &m->bucket[i];
     bool stay = m->config.zero < 2, sum_in_fp32 = m->config.grad_accum_fp32 && FLOAT_X == DTYPE_BF16;
-    b->grad = whole_memory(m, i, sizeof(floatX), stay, MEM_GRADIENTS, slot);
-    b->grad32 = sum_in_fp32 ? whole_memory(m, i, sizeof(float), stay, MEM_GRADIENTS, slot32) : NULL;
+    b->grad = whole_memory(m, i, sizeof(floatX), stay, MEM_GRADIENTS, slots);
+    b->grad32 = sum_in_fp32 ? whole_memory(m, i, sizeof(float), stay, MEM_GRADIENTS, slots32) : NULL;
     b->own_grad = NULL;
     b->own_grad32 = NULL;
     if (sum_in_fp32)
@@ -175,8 +206,8 @@ static void reserve_gradients(Model *m, int i, void *slot[2], void *slot32[2]) {
 }
 
 void dp_reserve(Model *m) {
-    void *weights[2] = {NULL, NULL}, *gradients[2] = {NULL, NULL}, *sums[2] = {NULL, NULL};
-    size_t staging = 0; // the ring's, for the largest bucket
+    void *weights[SLOTS] = {NULL}, *gradients[SLOTS] = {NULL}, *sums[SLOTS] = {NULL};
+    size_t staging[2] = {0}; // the ring's, for the largest bucket; and for the largest of experts
     if (!m->bucket) fill_buckets(m);
     cut(m);
     for (int i = 0; i < m->n_buckets; i++) {
@@ -185,11 +216,12 @@ void dp_reserve(Model *m) {
         reserve_gradients(m, i, gradients, sums);
         b->m = b->v = NULL;
         if (!m->config.lazy_optimizer) reserve_optimizer(b);
-        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : FLOAT_X, (int)m->config.dp_cp);
-        if (bytes > staging) staging = bytes;
+        size_t bytes = comm_staging_bytes(b->count, b->grad32 ? DTYPE_F32 : FLOAT_X, b->ranks);
+        size_t *most = &staging[is_experts(m, i)];
+        if (bytes > *most) *most = bytes;
     }
-    ledger_add(MEM_COMMUNICATION, (ptrdiff_t)staging);
-    ledger_live(MEM_COMMUNICATION, (ptrdiff_t)staging);
+    ledger_add(MEM_COMMUNICATION, (ptrdiff_t)(staging[0] + staging[1]));
+    ledger_live(MEM_COMMUNICATION, (ptrdiff_t)(staging[0] + staging[1]));
 }
 
 // ---- messages --------------------------------------------------------------------------------------------------------
@@ -211,7 +243,7 @@ static void gather(Model *m, int i) {
     for (int j = 0; j < m->n_buckets; j++)
         if (m->bucket[j].weight == b->weight) set_whole(m, j, false); // whoever had the slot
     set_whole(m, i, true);
-    b->gather = under_way(m, comm_all_gather(m->grid.dp, b->weight, b->own_weight, b->count, FLOAT_X));
+    b->gather = under_way(m, comm_all_gather(b->comm, b->weight, b->own_weight, b->count, FLOAT_X));
 }
 
 static void share_weights(Model *m, int i) {
@@ -275,6 +307,7 @@ static void open_gradient(Model *m, int i) {
 static void square_gradients(Model *m, const Bucket *b) {
     for (int i = b->first_param; i < b->first_param + b->n_params; i++) {
         const Param *p = &m->param[i];
+        if (!is_in(m, p, b)) continue;
         grad_norm_squared(&m->squares[i], b->grad + p->offset, b->grad32 ? b->grad32 + p->offset : NULL,
                           p->size, m->workspace);
     }
@@ -312,8 +345,8 @@ static void close_gradient(Model *m, int i) {
          *own = b->grad32 ? (void *)b->own_grad32 : b->own_grad;
     DType type = b->grad32 ? DTYPE_F32 : FLOAT_X;
     b->reducing = true;
-    b->reduce = under_way(m, m->config.zero == 0 ? comm_all_reduce(m->grid.dp, whole, b->count, type)
-                                                 : comm_reduce_scatter(m->grid.dp, own, whole, b->count, type));
+    b->reduce = under_way(m, m->config.zero == 0 ? comm_all_reduce(b->comm, whole, b->count, type)
+                                                 : comm_reduce_scatter(b->comm, own, whole, b->count, type));
 }
 
 // Does a pass of a unit read its weights, and add to its gradients? W's products are of activations alone; the embedding's own
@@ -332,19 +365,33 @@ static int shared_by(const Model *m, int unit) {
     return m->config.tie && unit == m->n_units - 1 ? m->bucket_of[0] : -1;
 }
 
+// The buckets that a pass of the unit uses: of the head, the tied embedding's; its own; of a block with experts, theirs.
+enum { MOST_USED = 2 };
+static int used_by(const Model *m, int unit, int used[MOST_USED]) {
+    int n = 0, tied = shared_by(m, unit);
+    if (tied >= 0) used[n++] = tied;
+    used[n++] = m->bucket_of[unit];
+    if (m->experts_bucket_of[unit] >= 0) used[n++] = m->experts_bucket_of[unit];
+    return n;
+}
+
+// The next of the chunk's buckets of this kind is on its way while bucket i is computed.
+static void gather_next(Model *m, int i, Pass pass) {
+    int next = pass == PASS_F ? i + 1 : i - 1;
+    if (next < 0 || next >= m->n_buckets || is_experts(m, next) != is_experts(m, i)) return;
+    if (m->bucket[next].chunk != m->bucket[i].chunk) return;
+    if (reads_weights(m->bucket[next].first_unit, pass)) gather(m, next);
+}
+
 void dp_begin(Model *m, int unit, Pass pass) {
-    int i = m->bucket_of[unit], next = pass == PASS_F ? i + 1 : i - 1, tied = shared_by(m, unit);
+    int used[MOST_USED], n = used_by(m, unit, used), tied = shared_by(m, unit);
     if (reads_weights(unit, pass)) {
-        if (tied >= 0) gather(m, tied);
-        gather(m, i);
-        if (tied >= 0) comm_wait(m->bucket[tied].gather);
-        comm_wait(m->bucket[i].gather);
-        bool follows = next >= 0 && next < m->n_buckets && m->bucket[next].chunk == m->bucket[i].chunk;
-        if (follows && reads_weights(m->bucket[next].first_unit, pass)) gather(m, next);
+        for (int k = 0; k < n; k++) gather(m, used[k]);
+        for (int k = 0; k < n; k++) comm_wait(m->bucket[used[k]].gather);
+        for (int k = 0; k < n; k++)
+            if (used[k] != tied) gather_next(m, used[k], pass);
     }
-    if (!adds_gradients(m, unit, pass)) return;
-    open_gradient(m, i);
-    if (tied >= 0) open_gradient(m, tied);
+    for (int k = n - 1; k >= 0 && adds_gradients(m, unit, pass); k--) open_gradient(m, used[k]);
 }
 
 static void end_bucket(Model *m, int i, Pass pass, bool added) {
@@ -353,9 +400,10 @@ static void end_bucket(Model *m, int i, Pass pass, bool added) {
 }
 
 void dp_end(Model *m, int unit, Pass pass) {
-    int i = m->bucket_of[unit], tied = shared_by(m, unit);
+    int i = m->bucket_of[unit], experts = m->experts_bucket_of[unit], tied = shared_by(m, unit);
     bool added = adds_gradients(m, unit, pass);
     if (pass == PASS_F) return;
+    if (experts >= 0) end_bucket(m, experts, pass, added);
     if (unit == m->bucket[i].first_unit) end_bucket(m, i, pass, added);
     if (tied < 0) return;
     Bucket *b = &m->bucket[tied];
@@ -383,13 +431,16 @@ double dp_grad_norm(Model *m) {
     device_zero(sum, sizeof *sum);
     for (int i = m->n_buckets - 1; i >= 0; i--) finish_reduction(m, i);
     for (const Bucket *b = m->bucket; b < m->bucket + m->n_buckets; b++) {
-        const Param *p = m->param + b->first_param, *last = p + b->n_params;
-        while (p < last) { // neighbours together
-            bool counted = p->counted;
-            size_t begin = p->offset;
-            while (p < last && p->counted == counted) p++;
-            if (counted) square_shard(m, sum, b, begin, p < last ? p->offset : b->count);
+        size_t begin = 0, end = 0; // neighbours together
+        for (const Param *p = m->param + b->first_param; p < m->param + b->first_param + b->n_params; p++) {
+            if (!is_in(m, p, b) || !p->counted) continue;
+            if (p->offset > end) {
+                square_shard(m, sum, b, begin, end);
+                begin = p->offset;
+            }
+            end = p->offset + p->size;
         }
+        square_shard(m, sum, b, begin, end);
     }
     device_copy_out(&squares, sum, sizeof squares);
     find_not_finite(m); // in the last micro-batch

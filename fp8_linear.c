@@ -153,3 +153,41 @@ void linear_backward_weight(const Model *m, floatX *dweight, const floatX *dout,
     Fp8Matrix b = by_columns(&workspace, inp, M, K, FP8_E4M3);
     fp8_gemm(dweight, a, b, NULL, true, N, M, K, workspace);
 }
+
+// ---- of experts: one after the other, for a tile must not hold rows of two ----------------------------------------------------
+
+size_t linear_workspace_grouped(const Model *m, size_t M, size_t K, size_t N) {
+    return m->config.fp8 == FP8_NONE ? grouped_gemm_workspace(M, K, N) : linear_workspace(m, M, K, N);
+}
+
+void linear_forward_grouped(const Model *m, floatX *out, const floatX *inp, const floatX *weight,
+                            const floatX *bias, Groups g, size_t K, size_t N) {
+    if (m->config.fp8 == FP8_NONE) {
+        grouped_gemm_forward(out, inp, weight, bias, g.rows, g.n, g.stride, K, N, m->workspace);
+        return;
+    }
+    for (size_t i = 0; i < g.n; inp += g.rows[i] * K, out += g.rows[i] * N, i++)
+        if (g.rows[i])
+            linear_forward(m, out, inp, weight + i * g.stride, bias ? bias + i * g.stride : NULL, g.rows[i], K,
+                           N);
+}
+
+void linear_backward_input_grouped(const Model *m, floatX *dinp, const floatX *dout, const floatX *weight,
+                                   Groups g, size_t K, size_t N) {
+    if (m->config.fp8 == FP8_NONE) {
+        grouped_gemm_backward_input(dinp, dout, weight, g.rows, g.n, g.stride, K, N, m->workspace);
+        return;
+    }
+    for (size_t i = 0; i < g.n; dout += g.rows[i] * N, dinp += g.rows[i] * K, i++)
+        if (g.rows[i]) linear_backward_input(m, dinp, dout, weight + i * g.stride, g.rows[i], K, N);
+}
+
+void linear_backward_weight_grouped(const Model *m, floatX *dweight, const floatX *dout, const floatX *inp,
+                                    Groups g, size_t K, size_t N) {
+    if (m->config.fp8 == FP8_NONE) {
+        grouped_gemm_backward_weight(dweight, dout, inp, g.rows, g.n, g.stride, K, N, m->workspace);
+        return;
+    }
+    for (size_t i = 0; i < g.n; dout += g.rows[i] * N, inp += g.rows[i] * K, i++)
+        if (g.rows[i]) linear_backward_weight(m, dweight + i * g.stride, dout, inp, g.rows[i], K, N);
+}

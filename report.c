@@ -18,7 +18,9 @@ const char *report_grid(const Config *c) {
     static char text[128];
     int n = 0;
     if (c->pp > 1) n += sprintf(text + n, "pp %ld × ", c->pp);
-    n += sprintf(text + n, "dp %ld × ", c->dp);
+    n += sprintf(text + n, "dp %ld", c->dp);
+    if (c->ep > 1) n += sprintf(text + n, " (ep %ld)", c->ep);
+    n += sprintf(text + n, " × ");
     if (c->cp > 1) n += sprintf(text + n, "cp %ld × ", c->cp);
     sprintf(text + n, "tp %ld", c->tp);
     return text;
@@ -45,12 +47,20 @@ const char *report_units(const Config *c, const Chunk *chunk) {
     return text;
 }
 
-// Parameters of which this rank holds a slice.
-static double rank_parameters(const Model *m) {
+// Parameters of which this rank holds a slice: of experts, or all others.
+static double held_parameters(const Model *m, bool experts) {
     double sum = 0;
     for (const Param *p = m->param; p < m->param + m->n_params; p++)
-        if (p->here) sum += (double)p->slice_rows * (double)p->slice_cols;
+        if (p->here && (p->expert >= 0) == experts) sum += (double)p->slice_rows * (double)p->slice_cols;
     return sum;
+}
+
+static double rank_parameters(const Model *m) {
+    return held_parameters(m, false) + held_parameters(m, true);
+}
+
+static double active_parameters(const Model *m) {
+    return (double)(m->parameters - m->inactive);
 }
 
 size_t report_gradient_size(const Config *c) {
@@ -64,7 +74,7 @@ const char *report_type(size_t size) {
 // ---- estimates ---------------------------------------------------------------------------------------------------------
 
 // Floating-point operations a token, forward and backward, in PaLM's convention (Chowdhery et al. 2022, App. B): 6 a
-// parameter, without the embedding's look-up tables and with the head once, and 12 · L · H·D · T for attention as if unmasked.
+// parameter that a token goes through, without the embedding's look-up tables and with the head once, and 12 · L · H·D · T for attention as if unmasked.
 // HFU adds what recomputation does again: a forward of the blocks, or attention's two products.
 typedef struct {
     double weights, attention, recomputed;
@@ -72,11 +82,12 @@ typedef struct {
 
 static TokenFlops token_flops(const Model *m) {
     const Config *c = &m->config;
-    double C = (double)c->hidden, attention = 12.0 * (double)c->layers * C * (double)c->seq, blocks = 0;
+    double C = (double)c->hidden, attention = 12.0 * (double)c->layers * C * (double)c->seq,
+           blocks = -(double)m->inactive;
     for (const Param *p = m->param; p < m->param + m->n_params; p++)
         if (p->unit >= 1 && p->unit <= c->layers) blocks += (double)p->rows * (double)p->cols;
     double tables = (double)c->positions * C * (c->arch == ARCH_GPT2) + (c->tie ? 0 : (double)c->vocab * C);
-    TokenFlops f = {6 * ((double)m->parameters - tables), attention, 0};
+    TokenFlops f = {6 * (active_parameters(m) - tables), attention, 0};
     if (c->recompute == RECOMPUTE_FULL) f.recomputed = 2 * blocks + attention / 3;
     if (c->recompute == RECOMPUTE_SELECTIVE && c->attention == ATTENTION_NAIVE) f.recomputed = attention / 3;
     return f;
@@ -143,13 +154,14 @@ static CpOrder other_order(const Config *c) {
 typedef struct {
     const Model *m;
     bool *whole;      // [n_buckets]
-    int in_slot[2];   // the bucket that stands in a slot, or stood there last; −1: none yet
+    int in_slot[4];   // the bucket that stands in a slot, or stood there last; −1: none yet
     Gathers *gathers; // [n_buckets]
 } Walk;
 
 static void walk_gather(Walk *w, int i, Pass pass) {
-    bool own_memory = w->m->config.tie && w->m->bucket[i].first_unit == 0;
-    int *slot = &w->in_slot[i & 1];
+    const Model *m = w->m;
+    bool own_memory = m->config.tie && m->bucket[i].first_unit == 0;
+    int *slot = &w->in_slot[i < m->n_dense ? i & 1 : 2 + ((i - m->n_dense) & 1)];
     if (w->whole[i]) return;
     if (!own_memory && *slot >= 0) w->whole[*slot] = false;
     if (!own_memory) *slot = i;
@@ -161,19 +173,30 @@ static bool reads_weights(int unit, Pass pass) {
     return pass == PASS_F || (pass != PASS_W && unit > 0);
 }
 
+// The neighbour of bucket i that comes next in this pass.
+static void walk_next(Walk *w, int i, Pass pass) {
+    const Model *m = w->m;
+    int next = pass == PASS_F ? i + 1 : i - 1;
+    bool follows = next >= 0 && next < m->n_buckets && (next < m->n_dense) == (i < m->n_dense) &&
+                   m->bucket[next].chunk == m->bucket[i].chunk;
+    if (follows && reads_weights(m->bucket[next].first_unit, pass)) walk_gather(w, next, pass);
+}
+
 // A pass of one unit, as dp_begin and dp_end (dp_zero.c) have it.
 static void walk_unit(Walk *w, int unit, Pass pass) {
     const Model *m = w->m;
-    int i = m->bucket_of[unit], next = pass == PASS_F ? i + 1 : i - 1;
+    int i = m->bucket_of[unit], experts = m->experts_bucket_of[unit];
     int tied = m->config.tie && unit == m->n_units - 1 ? m->bucket_of[0] : -1;
     if (!reads_weights(unit, pass) && unit > 0) return; // W
     if (reads_weights(unit, pass)) {
         if (tied >= 0) walk_gather(w, tied, pass);
         walk_gather(w, i, pass);
-        bool follows = next >= 0 && next < m->n_buckets && m->bucket[next].chunk == m->bucket[i].chunk;
-        if (follows && reads_weights(m->bucket[next].first_unit, pass)) walk_gather(w, next, pass);
+        if (experts >= 0) walk_gather(w, experts, pass);
+        walk_next(w, i, pass);
+        if (experts >= 0) walk_next(w, experts, pass);
     }
     if (pass == PASS_F) return;
+    if (experts >= 0) w->whole[experts] = false;
     if (unit == m->bucket[i].first_unit) w->whole[i] = false;
     if (tied >= 0 && m->bucket[tied].chunk < 0) w->whole[tied] = false;
 }
@@ -181,7 +204,7 @@ static void walk_unit(Walk *w, int unit, Pass pass) {
 Gathers *report_gathers(const Model *m) {
     const RankPlan *plan = &m->plan->rank[m->pp_rank];
     size_t n = (size_t)m->n_buckets;
-    Walk w = {m, host_alloc(n, sizeof(bool)), {-1, -1}, host_alloc(n, sizeof(Gathers))};
+    Walk w = {m, host_alloc(n, sizeof(bool)), {-1, -1, -1, -1}, host_alloc(n, sizeof(Gathers))};
     for (const Action *a = plan->action; a < plan->action + plan->n; a++) {
         const Chunk *k = &m->chunk[a->chunk];
         for (int i = 0; i <= k->last_unit - k->first_unit && a->pass != PASS_W; i++)
@@ -210,6 +233,7 @@ void report_not_gathered(const Model *m, const Gathers *gathers) {
 // block, and the head (tp_sp.c), as far as they are this rank's.
 typedef struct {
     int embedding, block, head;
+    int experts; // a block that has nothing but experts, whose W needs no rows of others
 } RowsSent;
 
 static RowsSent rows_sent(const Model *m) {
@@ -218,6 +242,7 @@ static RowsSent rows_sent(const Model *m) {
     int passes = c->recompute == RECOMPUTE_FULL ? 3 : 2, weights = !c->sp ? 0 : pp_defers_w(c) ? 4 : 2;
     return (RowsSent){.embedding = m->chunk_of[0] >= 0 ? 2 : 0,
                       .block = 4 * passes + weights,
+                      .experts = 4 * passes + weights / 2,
                       .head = m->chunk_of[m->n_units - 1] < 0 ? 0
                               : c->sp                         ? 3
                                                               : 2};
@@ -243,12 +268,37 @@ static double ring_sent(const Config *c) {
     return (double)(c->cp - 1) * elements * (double)((size_t)passes * sizeof(floatX) + sizeof(float));
 }
 
+// Blocks of this rank that have experts.
+static long expert_blocks_here(const Model *m) {
+    long n = 0;
+    for (int unit = 0; unit < m->n_units; unit++) n += m->experts_bucket_of[unit] >= 0;
+    return n;
+}
+
+static long blocks_of_experts_alone(const Model *m) {
+    return m->config.shared_experts ? 0 : expert_blocks_here(m);
+}
+
+// What the routers of a rank send in a micro-batch, where each expert gets as many copies: two all-to-alls in each pass; the gates'
+// gradients, and with --sp each rank's part of the choice; the balance loss's two sums.
+static void add_experts_sent(const Model *m, Sent *sent) {
+    const Config *c = &m->config;
+    double passes = c->recompute == RECOMPUTE_FULL ? 3 : 2, tp = (double)c->tp, ep = (double)c->ep;
+    double copies = (double)c->micro_batch * (double)c->local_seq * (double)c->topk, E = (double)c->experts;
+    double times = (double)c->accum * (double)expert_blocks_here(m), group = (double)c->cp * (c->sp ? tp : 1);
+    sent->copies = times * passes * 2 * copies * (double)c->hidden * sizeof(floatX) * (ep - 1) / ep;
+    sent->counts = times * (ep - 1) * E * sizeof(int32_t);
+    sent->gates = times * copies * (c->sp ? 4 : 2) * sizeof(float) * (tp - 1) / tp;
+    if (c->balance == BALANCE_AUX)
+        sent->sums = times * 2 * (group - 1) / group * 2 * (double)c->micro_batch * E * sizeof(float);
+}
+
 static Sent sent_per_step(const Model *m) {
     const Config *c = &m->config;
     double all = 0, gathered = 0, N = (double)c->dp_cp, tp = (double)c->tp, micro_batches = (double)c->accum;
     Gathers *gathers = c->zero == 3 ? report_gathers(m) : NULL;
     for (int i = 0; i < m->n_buckets; i++) {
-        double count = (double)m->bucket[i].count;
+        double ranks = m->bucket[i].ranks, count = (double)m->bucket[i].count * (ranks - 1) / ranks;
         all += count;
         gathered += count * (gathers ? (double)(gathers[i].forward + gathers[i].backward) : c->zero > 0);
     }
@@ -259,10 +309,12 @@ static Sent sent_per_step(const Model *m) {
     double gradient = (double)report_gradient_size(c), shards = c->zero ? N : 1;
     bool head = m->chunk_of[m->n_units - 1] >= 0;
     RowsSent rows = rows_sent(m);
-    double blocks = (double)layers_here(c, m->chunk);
-    Sent sent = {.gradients = reduced[c->zero] * (N - 1) / N * gradient,
-                 .weights = gathered * (N - 1) / N * sizeof(floatX),
-                 .rows = micro_batches * (rows.embedding + blocks * rows.block + rows.head) * x * (tp - 1) / tp,
+    double blocks = (double)layers_here(c, m->chunk), alone = (double)blocks_of_experts_alone(m);
+    Sent sent = {.gradients = reduced[c->zero] * gradient,
+                 .weights = gathered * sizeof(floatX),
+                 .rows = micro_batches *
+                         (rows.embedding + (blocks - alone) * rows.block + alone * rows.experts + rows.head) *
+                         x * (tp - 1) / tp,
                  .logits = head ? micro_batches * 3 * 2 * (tp - 1) / tp * tokens * sizeof(float) : 0,
                  .ring = micro_batches * blocks * ring_sent(c),
                  .messages = micro_batches * (double)messages_sent(m) * x / (c->sp ? tp : 1)};
@@ -270,19 +322,24 @@ static Sent sent_per_step(const Model *m) {
         if (p->here) sent.partial += 2 * (p->parts - 1.0) / p->parts * (double)p->size * gradient / shards;
     if (pp_ties(c) && m->bucket_of[0] >= 0)
         sent.tied = (double)m->bucket[m->bucket_of[0]].count * gradient / shards;
+    add_experts_sent(m, &sent);
     return sent;
 }
 
 static double sent_over_tp(Sent s) {
-    return s.rows + s.logits + s.partial;
+    return s.rows + s.logits + s.partial + s.gates;
 }
 
 static double sent_over_pp(Sent s) {
     return s.messages + s.tied;
 }
 
+static double sent_over_ep(Sent s) {
+    return s.copies + s.counts;
+}
+
 static double sent_in_all(Sent s) {
-    return s.gradients + s.weights + s.ring + sent_over_tp(s) + sent_over_pp(s);
+    return s.gradients + s.weights + s.ring + s.sums + sent_over_ep(s) + sent_over_tp(s) + sent_over_pp(s);
 }
 
 Place report_place(const Model *m, Ledger predicted) {
@@ -303,6 +360,14 @@ ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate
     return (ZeroBytes){.weights = sizeof(floatX) * parameters / (stage >= 3 ? ranks : 1),
                        .gradients = (sizeof(floatX) + sum) * parameters / (stage >= 2 ? ranks : 1),
                        .optimizer = (mixed ? 12 : 8) * parameters / (stage >= 1 ? ranks : 1)};
+}
+
+ZeroBytes report_state(const Model *m, int stage) {
+    const Config *c = &m->config;
+    ZeroBytes z = zero_bytes(held_parameters(m, false), (double)c->dp_cp, stage, c->grad_accum_fp32);
+    ZeroBytes experts = zero_bytes(held_parameters(m, true), (double)c->replicas, stage, c->grad_accum_fp32);
+    z.weights += experts.weights, z.gradients += experts.gradients, z.optimizer += experts.optimizer;
+    return z;
 }
 
 // The table as text, to be freed. measured: NULL in a dry run.
@@ -337,10 +402,11 @@ const char *report_smaller(const Model *m) {
     bool contiguous = c->cp > 1 && c->cp_order == ORDER_CONTIGUOUS;
     long parts = 2 * c->cp * (contiguous ? 1 : 2), sp = c->sp ? c->tp : 1;
     bool cut = c->attention == ATTENTION_FLASH && c->seq % parts == 0 && c->seq / (2 * c->cp) % sp == 0;
-    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s%s%s%s%s%s",
+    snprintf(flags, sizeof flags, "--micro-batch, --seq, %s%s%s%s%s%s%s%s%s",
              c->recompute == RECOMPUTE_FULL ? "" : "--recompute full, ",
              c->dp_cp > 1 && c->zero < 3 ? "--zero 3, " : "", c->tp > 1 && !c->sp ? "--sp, " : "",
              c->tp < c->heads ? "a larger --tp, " : "", cut ? "a larger --cp, " : "",
+             c->experts % (2 * c->ep) == 0 && c->dp % (2 * c->ep) == 0 && c->experts ? "a larger --ep, " : "",
              c->pp * c->virtual_stages < c->layers ? "a larger --pp, " : "",
              c->schedule == SCHEDULE_AFAB && c->accum > 1 ? "fewer --accum, " : "",
              c->dp > 1 ? "fewer --ranks" : "a smaller --model");
@@ -383,7 +449,7 @@ static void live_numbers(const Ledger *l, double *bytes) {
 static cJSON *zero_table_json(const Model *m) {
     cJSON *table = cJSON_CreateArray();
     for (int stage = 0; stage <= 3; stage++) {
-        ZeroBytes z = zero_bytes(rank_parameters(m), (double)m->config.dp_cp, stage, m->config.grad_accum_fp32);
+        ZeroBytes z = report_state(m, stage);
         cJSON *row = cJSON_CreateObject();
         cJSON_AddNumberToObject(row, "stage", stage);
         cJSON_AddNumberToObject(row, "weights", z.weights);
@@ -398,11 +464,12 @@ static cJSON *zero_table_json(const Model *m) {
 static void zero_table(const Model *m) {
     const Config *c = &m->config;
     ZeroBytes one = zero_bytes(1, 1, 0, c->grad_accum_fp32);
-    char slices[96] = "";
+    char slices[128] = "";
     int n = 0;
     if (c->cp > 1) n += sprintf(slices + n, " × cp %ld", c->cp);
+    if (c->ep > 1) n += sprintf(slices + n, " (experts over %ld)", c->replicas);
     if (c->tp > 1) n += sprintf(slices + n, ", tp %ld", c->tp);
-    if (c->tp * c->pp > 1) sprintf(slices + n, " (%.0f parameters here)", rank_parameters(m));
+    if (c->tp * c->pp * c->ep > 1) sprintf(slices + n, " (%.0f parameters here)", rank_parameters(m));
     say("\nmodel state of a rank by ZeRO stage, dp %ld%s: %.0f + %.0f + %.0f bytes a parameter%s", c->dp,
         slices, one.weights, one.gradients, one.optimizer,
         sizeof(floatX) == 2 ? ", masters with the optimizer" : "");
@@ -410,7 +477,7 @@ static void zero_table(const Model *m) {
         one.gradients > sizeof(floatX) ? "; it counts bf16 gradients beside the fp32 sum at every stage" : "");
     say("GB           weights   gradients   optimizer       total   total GiB");
     for (int stage = 0; stage <= 3; stage++) {
-        ZeroBytes z = zero_bytes(rank_parameters(m), (double)c->dp_cp, stage, c->grad_accum_fp32);
+        ZeroBytes z = report_state(m, stage);
         double total = z.weights + z.gradients + z.optimizer;
         say("  --zero %d %11.6f %11.6f %11.6f %11.6f %11.6f%s", stage, z.weights * 1e-9, z.gradients * 1e-9,
             z.optimizer * 1e-9, total * 1e-9, total / 0x1p30, stage == c->zero ? "  <- this run" : "");
@@ -435,15 +502,30 @@ static void say_sent(const Model *m, Sent sent) {
             sent.tied * 1e-9, report_type(report_gradient_size(c)));
     if (c->tp > 1) {
         RowsSent rows = rows_sent(m);
+        long alone = blocks_of_experts_alone(m), others = layers_here(c, m->chunk) - alone;
+        char blocks[64] = "";
+        if (others) snprintf(blocks, sizeof blocks, "%ld · %d%s", others, rows.block, alone ? " + " : "");
+        if (alone)
+            snprintf(blocks + strlen(blocks), sizeof blocks - strlen(blocks), "%ld · %d", alone, rows.experts);
         say("  %.6f GB of rows over tp, %s, as %s: a micro-batch sends (tp-1)/tp of them %d times for "
-            "the embedding, %ld · %d for the blocks, %d for the head",
+            "the embedding, %s for the blocks, %d for the head",
             sent.rows * 1e-9, c->sp ? "reduce-scattered and all-gathered" : "all-reduced",
-            report_type(sizeof(floatX)), rows.embedding, layers_here(c, m->chunk), rows.block, rows.head);
+            report_type(sizeof(floatX)), rows.embedding, blocks, rows.head);
         if (rows.head) say("  %.6f GB of the loss's maxima and sums over tp, no logits", sent.logits * 1e-9);
         if (sent.partial > 0)
             say("  %.6f GB of gradients of which tp ranks hold parts, as %s", sent.partial * 1e-9,
                 report_type(report_gradient_size(c)));
     }
+    if (c->ep > 1)
+        say("  %.6f GB of tokens' copies over ep, as %s, where routing is even: (ep-1)/ep of %ld a token, %d "
+            "times a block; and "
+            "%.6f GB of their counts",
+            sent.copies * 1e-9, report_type(sizeof(floatX)), c->topk, c->recompute == RECOMPUTE_FULL ? 6 : 4,
+            sent.counts * 1e-9);
+    if (sent.gates > 0)
+        say("  %.6f GB of gates' gradients%s over tp", sent.gates * 1e-9,
+            c->sp ? ", and of who chose which expert," : "");
+    if (sent.sums > 0) say("  %.6f GB of the balance loss's sums over each sequence", sent.sums * 1e-9);
     if (c->cp > 1)
         say("  %.6f GB of keys and values over cp, forward%s and backward as %s, and of their gradients as "
             "fp32: %ld shift%s each a layer, %zu elements a token (key/value heads alone)",
@@ -470,6 +552,8 @@ static void sent_json(cJSON *o, Sent sent) {
     cJSON_AddNumberToObject(o, "sent_over_cp", sent.ring);
     cJSON_AddNumberToObject(o, "sent_over_tp", sent_over_tp(sent));
     cJSON_AddNumberToObject(o, "sent_over_pp", sent_over_pp(sent));
+    cJSON_AddNumberToObject(o, "sent_over_ep", sent_over_ep(sent));
+    cJSON_AddNumberToObject(o, "sent_over_sequence", sent.sums);
 }
 
 // Attention's work on each rank of cp: in this run's order, and beside it in the other one.
@@ -542,7 +626,9 @@ static void dry_run_json(const Model *m, const Place *place) {
     cJSON_AddNumberToObject(o, "tp", (double)c->tp);
     cJSON_AddBoolToObject(o, "sp", c->sp);
     cJSON_AddNumberToObject(o, "zero", (double)c->zero);
+    cJSON_AddNumberToObject(o, "ep", (double)c->ep);
     cJSON_AddNumberToObject(o, "params", P);
+    cJSON_AddNumberToObject(o, "active_params", active_parameters(m));
     cJSON_AddNumberToObject(o, "accum", (double)c->accum);
     cJSON_AddNumberToObject(o, "tokens_per_step", (double)c->global_batch * (double)c->seq);
     cJSON_AddNumberToObject(o, "flops_per_token", f.weights + f.attention);
@@ -561,6 +647,13 @@ static void dry_run_json(const Model *m, const Place *place) {
     say("%s", text);
     cJSON_free(text);
     cJSON_Delete(o);
+}
+
+// ", 1.2 M of them active".
+static const char *active_text(const Model *m) {
+    static char text[48];
+    if (m->inactive) snprintf(text, sizeof text, ", %.2f M of them active", active_parameters(m) * 1e-6);
+    return text;
 }
 
 static void pipeline_table(const Model *m, const Place *place) {
@@ -607,8 +700,8 @@ void report_dry_run(const Model *m, const Place *place) {
         return;
     }
     if (c->cp > 1) snprintf(here, sizeof here, " (%ld of each here)", c->local_seq);
-    say("%s: %zu parameters (%.1f M); 16 bytes each: %.1f GB; checkpoint, 12 bytes each: %.1f GB",
-        flag_choice(ARCHS, c->arch), m->parameters, P * 1e-6, 16 * P * GB, 12 * P * GB);
+    say("%s: %zu parameters (%.1f M%s); 16 bytes each: %.1f GB; checkpoint, 12 bytes each: %.1f GB",
+        flag_choice(ARCHS, c->arch), m->parameters, P * 1e-6, active_text(m), 16 * P * GB, 12 * P * GB);
     say("%ld rank%s = %s, %ld sequences of %ld tokens%s a micro-batch, accumulation %ld: %.0f tokens a step",
         report_world(c), report_world(c) == 1 ? "" : "s", report_grid(c), c->micro_batch, c->seq, here,
         c->accum, (double)c->global_batch * (double)c->seq);
@@ -642,12 +735,12 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     cJSON_AddNumberToObject(o, "pp", m->grid.pp->size);
     cJSON_AddNumberToObject(o, "virtual_stages", (double)c->virtual_stages);
     cJSON_AddStringToObject(o, "schedule", flag_choice(SCHEDULES, c->schedule));
-    cJSON_AddNumberToObject(o, "ep", 1); // a group of one rank, in this version
+    cJSON_AddNumberToObject(o, "ep", m->grid.ep->size);
     cJSON_AddNumberToObject(o, "zero", (double)c->zero);
     cJSON_AddNumberToObject(o, "threads", threads); // of rank 0, and the cores that they may run on
     cJSON_AddNumberToObject(o, "cores", omp_get_num_procs());
     cJSON_AddNumberToObject(o, "params", (double)m->parameters);
-    cJSON_AddNumberToObject(o, "active_params", (double)m->parameters);
+    cJSON_AddNumberToObject(o, "active_params", active_parameters(m));
     cJSON_AddNumberToObject(o, "tokens_per_step", (double)c->global_batch * (double)c->seq);
     cJSON_AddNumberToObject(o, "flops_per_token", f.weights + f.attention);
     cJSON_AddNumberToObject(o, "peak_flops", peak_flops);
@@ -658,15 +751,44 @@ void report_start(const Model *m, const Ledger *predicted, int threads, double p
     char grid[192] = "", order[32] = "", schedule[32] = "";
     if (c->cp > 1) snprintf(order, sizeof order, ", %s", flag_choice(CP_ORDERS, c->cp_order));
     if (c->pp > 1) snprintf(schedule, sizeof schedule, ", %s", flag_choice(SCHEDULES, c->schedule));
-    if (c->tp * c->cp * c->pp > 1)
+    if (c->tp * c->cp * c->pp * c->ep > 1)
         snprintf(grid, sizeof grid, " (%s%s%s%s)", report_grid(c), c->sp ? ", --sp" : "", order, schedule);
-    say("%s, %s, %.2f M parameters, vocabulary %ld; %d rank%s%s of %d thread%s on %s%s; %.0f tokens a step, "
+    say("%s, %s, %.2f M parameters%s, vocabulary %ld; %d rank%s%s of %d thread%s on %s%s; %.0f tokens a step, "
         "%.2f "
         "MFLOP each",
         flag_choice(ARCHS, c->arch), sizeof(floatX) == 2 ? "bf16" : "fp32", (double)m->parameters * 1e-6,
-        c->vocab, m->grid.world->size, m->grid.world->size == 1 ? "" : "s", grid, threads,
+        active_text(m), c->vocab, m->grid.world->size, m->grid.world->size == 1 ? "" : "s", grid, threads,
         threads == 1 ? "" : "s", hosts, device_name(), (double)c->global_batch * (double)c->seq,
         1e-6 * (f.weights + f.attention));
+}
+
+// What routers did: "load" is the fullest expert of the worst block, over the mean.
+static cJSON *router_json(const Model *m) {
+    const Config *c = &m->config;
+    const RouterStep *r = m->experts.step;
+    cJSON *o = cJSON_CreateObject(), *share = cJSON_AddArrayToObject(o, "share");
+    char hash[20];
+    for (long l = 0; l < c->layers; l++) {
+        const double *tokens = r->tokens + l * c->experts;
+        cJSON *row = cJSON_CreateArray();
+        double all = 0;
+        for (long e = 0; e < c->experts; e++) all += tokens[e];
+        for (long e = 0; e < c->experts; e++) cJSON_AddItemToArray(row, cJSON_CreateNumber(tokens[e] / all));
+        if (has_experts(c, l))
+            cJSON_AddItemToArray(share, row);
+        else
+            cJSON_Delete(row);
+    }
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)r->hash);
+    cJSON_AddNumberToObject(o, "load", r->load);
+    if (c->balance == BALANCE_AUX) cJSON_AddNumberToObject(o, "balance_loss", r->balance_loss);
+    cJSON_AddNumberToObject(o, "sent", r->sent);
+    cJSON_AddNumberToObject(o, "sent_groups", r->sent_groups);
+    cJSON_AddNumberToObject(o, "groups", r->groups);
+    cJSON_AddNumberToObject(o, "most_groups", r->most_groups);
+    cJSON_AddNumberToObject(o, "margin", isinf(r->margin) ? NAN : r->margin); // NaN: null
+    cJSON_AddStringToObject(o, "hash", hash);
+    return o;
 }
 
 void report_step(const Model *m, StepReport r, double peak_flops) {
@@ -686,12 +808,14 @@ void report_step(const Model *m, StepReport r, double peak_flops) {
     cJSON_AddNumberToObject(o, "tokens_per_s", tokens_per_s);
     cJSON_AddNumberToObject(o, "mfu", mfu);
     cJSON_AddNumberToObject(o, "hfu", mfu * (1 + f.recomputed / (f.weights + f.attention)));
+    if (expert_blocks(c)) cJSON_AddItemToObject(o, "router", router_json(m));
     log_event(o);
-    char share[32] = ""; // of a GPU whose peak is not known
+    char load[32] = "", share[32] = ""; // of a GPU whose peak is not known
+    if (expert_blocks(c)) snprintf(load, sizeof load, "load %.2f  ", m->experts.step->load);
     if (!isnan(mfu)) snprintf(share, sizeof share, "MFU %.0f %%  ", 100 * mfu);
     status_line(r.step == c->steps,
-                "step %ld/%ld  loss %.4f  norm %.2f  lr %.1e  %.1f ms  %.0f tok/s  %s%.2f GB  %ld:%02ld left",
-                r.step, c->steps, r.loss, r.grad_norm, r.lr, 1e3 * r.seconds, tokens_per_s, share,
+                "step %ld/%ld  loss %.4f  norm %.2f  %slr %.1e  %.1f ms  %.0f tok/s  %s%.2f GB  %ld:%02ld left",
+                r.step, c->steps, r.loss, r.grad_norm, load, r.lr, 1e3 * r.seconds, tokens_per_s, share,
                 (double)ledger.total_peak * 1e-9, left / 60, left % 60);
 }
 
@@ -740,12 +864,14 @@ static void report_messages(const Counted *group, int n) {
     }
 }
 
-// A rank's numbers, as they are gathered: memory held, live and predicted, then attention's pairs, and the counters of each
-// group and operation.
+// A rank's numbers, as they are gathered: memory held, live and predicted, then attention's pairs, copies of tokens that went to
+// other ranks' experts and came from them, and the counters of each group and operation.
 enum {
     LIVE = MEM_CATEGORIES + 1,
     PREDICTED = 2 * LIVE,
     PAIRS = 3 * LIVE,
+    COPIES_SENT,
+    COPIES_RECEIVED,
     COUNTS,
     NUMBERS = COUNTS + MOST_GROUPS * COMM_OPS * 3
 };
@@ -788,7 +914,8 @@ static void report_attention(const Config *c, const double *all) {
     char range[64];
     int n = sprintf(range, "%.0f", least);
     if (most > least) sprintf(range + n, " to %.0f", most);
-    say("\nattention: a rank computed %s pairs of a query and a key of one head, in both passes of all steps; the "
+    say("\nattention: a rank computed %s pairs of a query and a key of one head, in both passes of all steps; "
+        "the "
         "most in a cp group: %.3f times the mean (%s: %.3f)",
         range, counted_imbalance(c, all), flag_choice(CP_ORDERS, other_order(c)),
         report_imbalance(c, other_order(c)));
@@ -806,6 +933,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     live_numbers(&ledger, mine + LIVE);
     ledger_numbers(predicted, mine + PREDICTED);
     mine[PAIRS] = m->ring.pairs;
+    mine[COPIES_SENT] = (double)m->experts.all_sent, mine[COPIES_RECEIVED] = (double)m->experts.all_received;
     for (int i = 0; i < n_groups * COMM_OPS; i++) {
         CommCount count = group[i / COMM_OPS].count[i % COMM_OPS];
         double *x = mine + COUNTS + 3 * i;
@@ -817,6 +945,7 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
     cJSON_AddStringToObject(o, "event", "end");
     cJSON *memory = cJSON_AddArrayToObject(o, "memory"), *messages = cJSON_AddArrayToObject(o, "comm");
     cJSON *attention = c->cp > 1 ? cJSON_AddArrayToObject(o, "attention") : NULL;
+    cJSON *experts = expert_blocks(c) ? cJSON_AddArrayToObject(o, "experts") : NULL;
     for (int r = 0; r < size; r++) {
         const double *x = all + (size_t)r * NUMBERS;
         cJSON *row = memory_json(x);
@@ -829,6 +958,13 @@ void report_end(const Model *m, const Ledger *predicted, double loss, double pea
             cJSON_AddNumberToObject(row, "rank", r);
             cJSON_AddNumberToObject(row, "pairs", x[PAIRS]);
             cJSON_AddItemToArray(attention, row);
+        }
+        if (experts) {
+            row = cJSON_CreateObject();
+            cJSON_AddNumberToObject(row, "rank", r);
+            cJSON_AddNumberToObject(row, "sent", x[COPIES_SENT]);
+            cJSON_AddNumberToObject(row, "received", x[COPIES_RECEIVED]);
+            cJSON_AddItemToArray(experts, row);
         }
         for (int i = 0; i < n_groups * COMM_OPS; i++) {
             const double *y = x + COUNTS + 3 * i;

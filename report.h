@@ -11,7 +11,10 @@ typedef struct {
     double gradients, weights; // over dp and cp together
     // Over tp: the residual stream and its gradient, the loss, gradients that are sums of parts.
     double rows, logits, partial;
+    double gates;          // and of experts: who chose whom, and gates' gradients
     double ring;           // over cp: keys, values and their gradients
+    double copies, counts; // over ep, where routing is even: tokens' copies; how many there are
+    double sums;           // over those who share sequences, for the balance loss
     double messages, tied; // over pp, and of a tied embedding's gradient between its two ends
 } Sent;
 // What a rank in one place of the pipeline has, needs and sends: of m, as it is laid out and predicted for that place.
@@ -34,6 +37,8 @@ typedef struct {
     double weights, gradients, optimizer;
 } ZeroBytes;
 ZeroBytes zero_bytes(double parameters, double ranks, int stage, bool accumulate_fp32);
+// Of a rank of m: what all of dp hold, and experts, which fewer do.
+ZeroBytes report_state(const Model *m, int stage);
 // --explain (report_explain.c): the grid, the buckets and the messages of a step.
 void report_explain(const Model *m);
 // A pipeline's schedule: a picture, bubble and peaks; and the same for --json.

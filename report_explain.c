@@ -180,18 +180,26 @@ static Alike alike(const Model *m, int first, int end, int step) { // end: the f
     return a;
 }
 
-// One collective on each bucket from `first` to `last`, whose elements have `size` bytes.
-static void explain_collectives(const Model *m, const char *op, int times, int first, int last, size_t size) {
-    int step = first <= last ? 1 : -1, N = (int)m->config.dp_cp;
+// One collective on each bucket from `first` to `last`, all of one kind, whose elements have `size` bytes.
+static void explain_kind(const Model *m, const char *op, int times, int first, int last, size_t size) {
+    int step = first <= last ? 1 : -1, N = m->bucket[first].ranks;
     char factor[16] = "";
     if (times > 1) snprintf(factor, sizeof factor, "%d · ", times);
-    for (int i = first; i != last + step;) {
+    for (int i = first; i != last + step && N > 1;) {
         Alike a = alike(m, i, last + step, step);
         say("    %s of %-26s  %s%d piece%s of %zu bytes", op, a.name, factor, N - 1,
             times * (N - 1) == 1 ? "" : "s",
             comm_shard_begin(m->bucket[i].count, N, 1) * size); // rank 0's, the longest
         i += a.n * step;
     }
+}
+
+// The same of dense buckets from `first` to `last`, and of all of experts, in the same direction.
+static void explain_collectives(const Model *m, const char *op, int times, int first, int last, size_t size) {
+    int from = m->n_dense, to = m->n_buckets - 1;
+    explain_kind(m, op, times, first, last, size);
+    if (from <= to && first <= last) explain_kind(m, op, times, from, to, size);
+    if (from <= to && first > last) explain_kind(m, op, times, to, from, size);
 }
 
 // Which tokens of its sequences rank r of cp has: "tokens 0-7 and 56-63 of ".
@@ -259,18 +267,20 @@ static void explain_grid(const Config *c, const Bucket *example) {
 
 // ZeRO-3's, where micro-batches take turns, so that a bucket's weights may be gone in between.
 static void explain_gathers(const Model *m, const Gathers *gathers) {
-    int N = (int)m->config.dp_cp;
     say("  a bucket ahead of its use; so often a step, in forwards + in backwards");
-    for (int i = 0; i < m->n_buckets; i++)
+    for (int i = 0; i < m->n_buckets; i++) {
+        int N = m->bucket[i].ranks;
+        if (N == 1) continue;
         say("    all-gather of %-26s  (%ld + %ld) · %d piece%s of %zu bytes", m->bucket[i].name,
             gathers[i].forward, gathers[i].backward, N - 1, N == 2 ? "" : "s",
             comm_shard_begin(m->bucket[i].count, N, 1) * sizeof(floatX));
+    }
 }
 
 static void explain_dp_messages(const Model *m) {
     const Config *c = &m->config;
     size_t gradient = report_gradient_size(c), weight = sizeof(floatX);
-    int last = m->n_buckets - 1;
+    int last = m->n_dense - 1;
     bool alternates = report_alternates(c);
     Gathers *gathers = report_gathers(m);
     char each[64];
@@ -310,21 +320,23 @@ static void explain_rows(const Config *c, const char *why, bool sum) {
 // Where W is put off, what it gathers is gathered then, the gradients once more.
 static void explain_block_backward(const Config *c) {
     bool split = pp_defers_w(c);
+    // Experts have been sent their rows: their W gathers none.
+    bool mlp_gathers = c->sp && (c->shared_experts || expert_blocks(c) < c->layers);
     const char *beside = split ? "" : ", beside W";
     char mlp[48], attention[48];
     snprintf(mlp, sizeof mlp, "gradient, out of the MLP%s", beside);
     snprintf(attention, sizeof attention, "gradient, out of attention%s", beside);
     say("  %c of each block", split ? 'I' : 'B');
     if (c->sp) explain_rows(c, "gradient, into the MLP", false);
-    if (c->sp && !split) explain_rows(c, "the MLP's input, for W", false);
+    if (mlp_gathers && !split) explain_rows(c, "the MLP's input, for W", false);
     explain_rows(c, mlp, true);
     if (c->sp) explain_rows(c, "gradient, into attention", false);
     if (c->sp && !split) explain_rows(c, "attention's input, for W", false);
     explain_rows(c, attention, true);
     if (!c->sp || !split) return;
     say("  W of each block");
-    explain_rows(c, "the MLP's gradient", false);
-    explain_rows(c, "the MLP's input", false);
+    if (mlp_gathers) explain_rows(c, "the MLP's gradient", false);
+    if (mlp_gathers) explain_rows(c, "the MLP's input", false);
     explain_rows(c, "attention's gradient", false);
     explain_rows(c, "attention's input", false);
 }
@@ -400,9 +412,12 @@ static void explain_last_messages(const Model *m) {
         say("    all-reduce over pipeline ranks 0 and %ld of %.0f bytes of the tied embedding's gradient%s",
             c->pp - 1, (double)m->bucket[0].count * (double)report_gradient_size(c), part);
     say("    all-reduce over all ranks of 16 bytes for the loss, of 8 for the gradient's norm");
+    if (expert_blocks(c))
+        say("    all-reduce over all ranks of %ld bytes of what routers have chosen",
+            (c->layers * (c->experts + 3) + 2) * (long)sizeof(uint64_t));
     if (c->dp_cp == 1 || (c->zero != 1 && c->zero != 2)) return;
     say("  after the optimizer's step, awaited by the next forward");
-    explain_collectives(m, "all-gather", 1, 0, m->n_buckets - 1, sizeof(floatX));
+    explain_collectives(m, "all-gather", 1, 0, m->n_dense - 1, sizeof(floatX));
 }
 
 // Which rows or columns of p each tp rank holds.
@@ -444,31 +459,72 @@ static void explain_pp_messages(const Model *m) {
     free(list);
 }
 
-// The grid, who holds what, and the messages of a step.
-void report_explain(const Model *m) {
+// The parameters of bucket i. All blocks are alike, but that some have experts, and so are all experts: those of the first are
+// named.
+static void explain_bucket(const Model *m, int i) {
     static const char *const split[] = {"whole", "rows", "columns", "rows by heads", "rows by key/value heads"};
     const Config *c = &m->config;
-    int last = m->n_buckets - 1, blocks_end = m->bucket[last].last_unit > c->layers ? last : last + 1;
+    const Param *first = m->param + m->bucket[i].first_param, *end = first + m->bucket[i].n_params;
+    for (const Param *p = first; p < end; p++) {
+        bool here = p->here && p->bucket == i, block = p->unit > 0 && p->unit <= c->layers;
+        bool shown = p->unit == 1 || (m->n_dense < m->n_buckets && p->unit == m->bucket[m->n_dense].first_unit);
+        if (!here || (block && !shown) || p->expert > first->expert) continue;
+        char slices[256] = "";
+        if (c->tp > 1) explain_slices(c, p, slices, sizeof slices);
+        say("    %-32s %8zu × %-8zu %s%s%s", p->name, p->rows, p->cols, split[p->split], slices,
+            p->parts > 1 ? " +" : "");
+    }
+}
+
+// Who sends tokens to whose experts, and what else routers have to say.
+static void explain_expert_messages(const Model *m) {
+    const Config *c = &m->config;
+    char I = pp_defers_w(c) ? 'I' : 'B';
+    size_t copies = (size_t)c->micro_batch * (size_t)c->local_seq * (size_t)c->topk;
+    size_t bytes = copies * (size_t)c->hidden * sizeof(floatX),
+           sums = 2 * (size_t)c->micro_batch * (size_t)c->experts;
+    say("\nmessages of each block with experts and micro-batch");
+    if (c->ep > 1) {
+        say("  in an ep group, ranks 0, %ld%s, each to each; rank 0 has experts 0 to %ld", c->cp * c->tp,
+            c->ep > 2 ? ", …" : "", c->experts / c->ep - 1);
+        say("    F: all-gather of %ld counts; copies of tokens to experts, and their outputs home%s",
+            c->experts,
+            c->recompute == RECOMPUTE_FULL ? "; these two again before the backward, by the same route" : "");
+        say("    %c: gradients of outputs to experts, and of inputs home", I);
+        say("    but the counts, each an all-to-all of a rank's [%zu, %ld] of %s: %zu bytes to each other one, "
+            "where routing is "
+            "even",
+            copies, c->hidden, report_type(sizeof(floatX)), bytes / (size_t)c->ep);
+    }
+    if (c->tp > 1 && c->sp)
+        say("  in a tp group, F: all-gather of the experts chosen, and of the gates, %zu bytes each",
+            copies * sizeof(float));
+    if (c->tp > 1)
+        say("  in a tp group, %c: all-reduce of the gates' gradients, %zu bytes", I, copies * sizeof(float));
+    if (c->balance == BALANCE_AUX && c->cp * (c->sp ? c->tp : 1) > 1)
+        say("  among the ranks that share a sequence, F: all-reduce of the balance loss's sums, %zu bytes",
+            sums * sizeof(float));
+}
+
+// The grid, who holds what, and the messages of a step.
+void report_explain(const Model *m) {
+    const Config *c = &m->config;
+    int last = m->n_dense - 1, blocks_end = m->bucket[last].last_unit > c->layers ? last : last + 1;
     char whose[32] = "";
     if (c->pp > 1) snprintf(whose, sizeof whose, " of pipeline rank %d", m->pp_rank);
     explain_grid(c, &m->bucket[1]);
     say("\nbuckets and parameters%s (the last column: how tensor parallelism %s)", whose,
         c->tp > 1 ? "cuts it, by tp rank; +: gradients are sums of the ranks' parts" : "would cut it");
     for (int i = 0; i < m->n_buckets;) {
-        Alike a = alike(m, i, i <= 1 || i == blocks_end ? i + 1 : blocks_end, 1);
-        say("  %s: %zu elements", a.name, m->bucket[i].count);
-        const Param *first = m->param + m->bucket[i].first_param, *end = first + m->bucket[i].n_params;
-        for (const Param *p = first; p < end; p++) {
-            if (p->unit > 1 && p->unit <= c->layers) continue; // all blocks are alike
-            char slices[256] = "";
-            if (c->tp > 1) explain_slices(c, p, slices, sizeof slices);
-            say("    %-32s %8zu × %-8zu %s%s%s", p->name, p->rows, p->cols, split[p->split], slices,
-                p->parts > 1 ? " +" : "");
-        }
+        int end = i >= m->n_dense ? m->n_buckets : i <= 1 || i == blocks_end ? i + 1 : blocks_end;
+        Alike a = alike(m, i, end, 1);
+        say("  %s: %zu elements%s", a.name, m->bucket[i].count, i == m->n_dense ? ", each expert's:" : "");
+        explain_bucket(m, i);
         i += a.n;
     }
     if (c->pp > 1) explain_pp_messages(m);
     if (c->cp > 1) explain_cp_messages(m);
+    if (expert_blocks(c) && c->ep * c->cp * c->tp > 1) explain_expert_messages(m);
     if (c->tp > 1) explain_tp_messages(m);
     if (c->dp_cp > 1) explain_dp_messages(m);
     if (report_world(c) > 1)

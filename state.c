@@ -25,6 +25,13 @@ const ModelSetting model_settings[MODEL_SETTINGS] = {
     {"hidden", "hidden", offsetof(Config, hidden)},
     {"ffn", "ffn", offsetof(Config, ffn)},
     {"vocab", "vocab", offsetof(Config, vocab)},
+    {"experts", "experts", offsetof(Config, experts)},
+    {"topk", "topk", offsetof(Config, topk)},
+    {"shared_experts", "shared-experts", offsetof(Config, shared_experts)},
+    {"expert_ffn", "expert-ffn", offsetof(Config, expert_ffn)},
+    {"moe_every", "moe-every", offsetof(Config, moe_every)},
+    {"route_groups", "route-groups", offsetof(Config, route_groups)},
+    {"route_nodes", "route-nodes", offsetof(Config, route_nodes)},
 };
 
 long *setting(const Config *c, int i) {
@@ -136,7 +143,7 @@ void state_init(Model *m) {
 
 // ---- saved ---------------------------------------------------------------------------------------------------------
 
-enum { MAX_META = 16 };
+enum { MAX_META = 24 };
 typedef struct {
     Meta meta[MAX_META];
     char value[MAX_META][32];
@@ -156,7 +163,9 @@ static void add_meta(MetaList *list, const char *key, const char *format, ...) {
 
 static void add_model_meta(MetaList *list, const Config *c) {
     add_meta(list, "arch", "%s", flag_choice(ARCHS, c->arch));
-    for (int i = 0; i < MODEL_SETTINGS; i++) add_meta(list, model_settings[i].name, "%ld", *setting(c, i));
+    int n = c->experts ? MODEL_SETTINGS : DENSE_SETTINGS;
+    for (int i = 0; i < n; i++) add_meta(list, model_settings[i].name, "%ld", *setting(c, i));
+    if (c->experts) add_meta(list, "router", "%s", c->balance == BALANCE_BIAS ? "sigmoid" : "softmax");
     add_meta(list, "seq", "%ld", c->positions ? c->positions : c->seq);
     add_meta(list, "trained_seq", "%ld", c->seq);
     add_meta(list, "rope_theta", "%.9g", c->rope_theta);
@@ -190,17 +199,33 @@ static void must_be_finite(Model *m, long step) {
         fail_all(EXIT_RUNTIME, "step %ld: the weights are not finite; this step is not saved", step);
 }
 
+// What no gradient moves, and is a part of the model all the same: the biases of --balance bias, fp32, of each block with experts.
+typedef char BalanceName[48];
+static int balance_names(const Config *c, BalanceName *name) { // [layers]; returns how many
+    int n = 0;
+    for (long l = 0; l < c->layers && c->balance == BALANCE_BIAS; l++)
+        if (has_experts(c, l)) snprintf(name[n++], sizeof *name, "blocks.%ld.mlp.router.balance", l);
+    return n;
+}
+
+// The block of the i-th of them. All ranks that have it have it whole.
+static long balance_block(const Config *c, int i) {
+    return (i + 1) * c->moe_every - 1;
+}
+
 bool state_save(Model *m, long step) {
     for (int i = 0; i < m->n_buckets; i++)
         comm_wait(m->bucket[i].gather); // it reads own weights, and so does this
     must_be_finite(m, step);
     const Config *c = &m->config;
     int n = m->n_params;
-    TensorInfo *tensor = host_alloc(3 * (size_t)n, sizeof *tensor);
-    Piece *piece = host_alloc(MOST_PIECES * 3 * (size_t)n, sizeof *piece),
-          *of_moments = piece + MOST_PIECES * n;
+    BalanceName *balance = host_alloc((size_t)c->layers, sizeof *balance);
+    int biases = balance_names(c, balance);
+    TensorInfo *tensor = host_alloc(3 * (size_t)n + (size_t)biases, sizeof *tensor);
+    Piece *piece = host_alloc(MOST_PIECES * 3 * (size_t)n + (size_t)biases, sizeof *piece),
+          *of_moments = piece + MOST_PIECES * n + biases;
     int n_pieces = 0, n_of_moments = 0;
-    char(*moment)[72] = host_alloc(2 * (size_t)n, sizeof *moment);
+    char(*moment)[104] = host_alloc(2 * (size_t)n, sizeof *moment);
     for (int i = 0; i < n; i++) {
         const Param *p = &m->param[i];
         Bucket *b = &m->bucket[p->bucket];
@@ -209,9 +234,20 @@ bool state_save(Model *m, long step) {
         for (int k = 0; k < 2; k++) { // the optimizer's file holds NAME.m and NAME.v, side by side
             int j = 2 * i + k;
             snprintf(moment[j], sizeof *moment, "%s.%c", p->name, k == 0 ? 'm' : 'v');
-            tensor[n + j] = (TensorInfo){moment[j], p->ndim, {p->rows, p->cols}};
+            tensor[n + biases + j] = (TensorInfo){moment[j], p->ndim, {p->rows, p->cols}};
             n_of_moments += shard_pieces(of_moments + n_of_moments, m, p, j, k == 0 ? b->m : b->v);
         }
+    }
+    for (int i = 0; i < biases; i++) {
+        long l = balance_block(c, i), E = c->experts;
+        tensor[n + i] = (TensorInfo){balance[i], 1, {(size_t)E, 1}};
+        bool writes = m->chunk_of[l + 1] >= 0 && m->grid.dp->rank == 0 && m->grid.tp->rank == 0;
+        if (writes)
+            piece[n_pieces++] = (Piece){.tensor = n + i,
+                                        .run = (size_t)E,
+                                        .stride = (size_t)E,
+                                        .runs = 1,
+                                        .data = m->experts.bias + l * E};
     }
     MetaList model = {.n = 0}, run = {.n = 0};
     add_model_meta(&model, c);
@@ -220,29 +256,36 @@ bool state_save(Model *m, long step) {
     add_meta(&run, "global_batch", "%ld", c->global_batch);
     add_meta(&run, "data", "%016llx", (unsigned long long)m->data);
     const TensorFile files[] = {
-        {"weights.safetensors", tensor, n, piece, n_pieces, model.meta, model.n},
-        {"optimizer.safetensors", tensor + n, 2 * n, of_moments, n_of_moments, run.meta, run.n},
+        {"weights.safetensors", tensor, n + biases, piece, n_pieces, model.meta, model.n},
+        {"optimizer.safetensors", tensor + n + biases, 2 * n, of_moments, n_of_moments, run.meta, run.n},
     };
     bool saved = checkpoint_save(m->grid.world, c->save, step, files, 2, (int)c->keep);
     free(tensor);
     free(piece);
     free(moment);
+    free(balance);
     return saved;
 }
 
 // ---- read back ------------------------------------------------------------------------------------------------------------
 
-// Reads this rank's own part of parameter p to the host, after a look at the tensor's shape. NULL where it has none;
-// else to be freed.
-static float *read_own(const Model *m, SafeTensors *s, const char *path, const Param *p, const char *name) {
+// Which of the file's tensors is this, which must have this shape?
+static int find_tensor(SafeTensors *s, const char *path, const char *name, int ndim, size_t rows, size_t cols) {
     int i = safetensors_find(s, name);
     if (i < 0) fail_all(EXIT_USAGE, "%s: holds no tensor %s", path, name);
     const size_t *shape;
-    int ndim = safetensors_shape(s, i, &shape);
-    size_t rows = ndim > 0 ? shape[0] : 0, cols = ndim > 1 ? shape[1] : 1;
-    if (ndim != p->ndim || rows != p->rows || cols != p->cols)
-        fail_all(EXIT_USAGE, "%s: %s is %zu × %zu, this model's is %zu × %zu", path, name, rows, cols, p->rows,
-                 p->cols);
+    int dimensions = safetensors_shape(s, i, &shape);
+    size_t its_rows = dimensions > 0 ? shape[0] : 0, its_cols = dimensions > 1 ? shape[1] : 1;
+    if (dimensions != ndim || its_rows != rows || its_cols != cols)
+        fail_all(EXIT_USAGE, "%s: %s is %zu × %zu, this model's is %zu × %zu", path, name, its_rows, its_cols,
+                 rows, cols);
+    return i;
+}
+
+// Reads this rank's own part of parameter p to the host, after a look at the tensor's shape. NULL where it has none;
+// else to be freed.
+static float *read_own(const Model *m, SafeTensors *s, const char *path, const Param *p, const char *name) {
+    int i = find_tensor(s, path, name, p->ndim, p->rows, p->cols);
     Range own = own_part(m, p);
     size_t n = own.end - own.begin;
     if (n == 0) return NULL;
@@ -253,11 +296,26 @@ static float *read_own(const Model *m, SafeTensors *s, const char *path, const P
     return value;
 }
 
+// The balance biases, which every rank keeps whole, of all blocks.
+static void load_balance(Model *m, SafeTensors *s, const char *path, BalanceName *name, int n) {
+    size_t E = (size_t)m->config.experts;
+    for (int i = 0; i < n; i++) {
+        float *value = m->experts.host_bias + (size_t)balance_block(&m->config, i) * E;
+        int tensor = find_tensor(s, path, name[i], 1, E, 1);
+        safetensors_read(s, (Piece){.tensor = tensor, .run = E, .stride = E, .runs = 1, .data = value});
+    }
+    if (n) device_copy_in(m->experts.bias, m->experts.host_bias, (size_t)m->config.layers * E * sizeof(float));
+}
+
 void state_load_weights(Model *m, const char *path) {
     SafeTensors *s = safetensors_open(path);
-    if (safetensors_count(s) > m->n_params)
+    BalanceName *balance = host_alloc((size_t)m->config.layers, sizeof *balance);
+    int biases = balance_names(&m->config, balance);
+    if (safetensors_count(s) > m->n_params + biases)
         fail_all(EXIT_USAGE, "%s: holds %d tensors, this model has %d", path, safetensors_count(s),
-                 m->n_params);
+                 m->n_params + biases);
+    load_balance(m, s, path, balance, biases);
+    free(balance);
     for (const Param *p = m->param; p < m->param + m->n_params; p++) {
         float *value = read_own(m, s, path, p, p->name);
         if (value) set_own(m, p, value);
@@ -275,7 +333,7 @@ static void load_optimizer(Model *m, const char *path) {
         const Bucket *b = &m->bucket[p->bucket];
         size_t bytes = (own_part(m, p).end - own_part(m, p).begin) * sizeof(float);
         for (int k = 0; k < 2; k++) {
-            char name[72];
+            char name[104];
             snprintf(name, sizeof name, "%s.%c", p->name, k == 0 ? 'm' : 'v');
             float *value = read_own(m, s, path, p, name);
             if (value) device_copy_in((k == 0 ? b->m : b->v) + own_place(m, p), value, bytes);
@@ -316,8 +374,9 @@ static uint64_t hash_of(uint64_t h, const void *device, size_t bytes) {
 // ZeRO-3, the ranks of dp have copies; of the optimizer's state, at ZeRO-0; else each has its shard of them. Over tp, whoever has
 // the same slice.
 static uint64_t copies_of(const Model *m, const Param *p, bool whole) {
-    uint64_t slice = p->row * p->cols + p->col, shard = whole ? 0 : (uint64_t)m->grid.dp->rank;
-    return slice * (uint64_t)m->grid.dp->size + shard;
+    const Comm *holders = m->bucket[p->bucket].comm;
+    uint64_t slice = p->row * p->cols + p->col, shard = whole ? 0 : (uint64_t)holders->rank;
+    return slice * (uint64_t)holders->size + shard;
 }
 
 typedef struct {

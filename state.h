@@ -5,7 +5,7 @@
 #include "train.h"
 
 // What makes two models the same model: written into checkpoints, taken from there where no flag says otherwise.
-enum { MODEL_SETTINGS = 6 };
+enum { MODEL_SETTINGS = 13, DENSE_SETTINGS = 6 }; // the rest: of a model with experts
 typedef struct {
     const char *name, *flag;
     size_t offset; // of the number (long) in Config

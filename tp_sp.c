@@ -58,7 +58,8 @@ void tp_slice(const Config *c, Param *p, int rank) {
     p->col = by_columns ? begin : 0;
     p->slice_cols = by_columns ? end - begin : p->cols;
     p->counted = rank % holders == 0;
-    bool rows_are_cut = c->sp && p->unit > 0; // the embedding's backward gathers them
+    bool rows_are_cut =
+        c->sp && p->unit > 0 && p->expert < 0; // the embedding's backward gathers them, as experts do
     p->parts = p->split == SPLIT_KV_HEADS || rows_are_cut ? holders : 1; // holders: 1, of what is cut by tp
 }
 

@@ -4,7 +4,7 @@
 //              -> evaluation, sampling -> main
 //
 // Host code only, compiled as C11 on every device. What a strategy of parallelism does stands in its own file (dp_zero.c, tp_sp.c,
-// cp_ring.c, pp_1f1b.c), what an operation computes in kernels/, what a run is (flags, presets, data) in config.c, where values
+// cp_ring.c, pp_1f1b.c, ep_moe.c), what an operation computes in kernels/, what a run is (flags, presets, data) in config.c, where values
 // come from and are saved in state.c, what is printed in report.c and report_explain.c, and runtime/ is plumbing: memory, messages,
 // files.
 //
@@ -33,8 +33,8 @@
 // Parameters: a table of names and shapes
 // =====================================================================================================================
 
-// Channels, channels of all query and of all key/value heads, channels in the MLP, vocabulary, positions.
-typedef enum { DIM_NONE, DIM_C, DIM_Q, DIM_KV, DIM_F, DIM_V, DIM_P } Dim;
+// Channels, channels of all query and of all key/value heads, channels in the MLP, vocabulary, positions, experts.
+typedef enum { DIM_NONE, DIM_C, DIM_Q, DIM_KV, DIM_F, DIM_V, DIM_P, DIM_E } Dim;
 enum { GPT2 = 1 << ARCH_GPT2, LLAMA = 1 << ARCH_LLAMA, BOTH = GPT2 | LLAMA };
 #define STD          0.02f // of initial weights, as GPT-2 has it
 #define STD_RESIDUAL -2    // STD / √(2L): what is added to the residual stream 2L times
@@ -47,7 +47,7 @@ typedef struct {
     float init;
     int archs;
     size_t
-        place; // where in Block (or Ends) its address goes; the first of a fused set has the place of the set
+        place; // where in Block, Mlp or Ends its address goes; the first of a fused set has the place of the set
 } ParamSpec;
 
 #define FUSED           SIZE_MAX // continues the matrix of the parameter before it
@@ -70,12 +70,18 @@ static const ParamSpec block_params[] = {
     {"attention.out.bias",   DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, out_bias)},
     {"norm2.weight",         DIM_C,  DIM_NONE, SPLIT_NONE,     ONES,         BOTH,  AT(Block, norm2_weight)},
     {"norm2.bias",           DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, norm2_bias)},
-    {"mlp.gate.weight",      DIM_F,  DIM_C,    SPLIT_ROWS,     STD,          LLAMA, AT(Block, up_weight)},
-    {"mlp.up.weight",        DIM_F,  DIM_C,    SPLIT_ROWS,     STD,          LLAMA, FUSED},
-    {"mlp.up.weight",        DIM_F,  DIM_C,    SPLIT_ROWS,     STD,          GPT2,  AT(Block, up_weight)},
-    {"mlp.up.bias",          DIM_F,  DIM_NONE, SPLIT_ROWS,     0,            GPT2,  AT(Block, up_bias)},
-    {"mlp.down.weight",      DIM_C,  DIM_F,    SPLIT_COLUMNS,  STD_RESIDUAL, BOTH,  AT(Block, down_weight)},
-    {"mlp.down.bias",        DIM_C,  DIM_NONE, SPLIT_NONE,     0,            GPT2,  AT(Block, down_bias)},
+};
+// One of a block without experts; all shared experts together; and each other.
+static const ParamSpec mlp_params[] = {
+    {"gate.weight", DIM_F, DIM_C,    SPLIT_ROWS,    STD,          LLAMA, AT(Mlp, up_weight)},
+    {"up.weight",   DIM_F, DIM_C,    SPLIT_ROWS,    STD,          LLAMA, FUSED},
+    {"up.weight",   DIM_F, DIM_C,    SPLIT_ROWS,    STD,          GPT2,  AT(Mlp, up_weight)},
+    {"up.bias",     DIM_F, DIM_NONE, SPLIT_ROWS,    0,            GPT2,  AT(Mlp, up_bias)},
+    {"down.weight", DIM_C, DIM_F,    SPLIT_COLUMNS, STD_RESIDUAL, BOTH,  AT(Mlp, down_weight)},
+    {"down.bias",   DIM_C, DIM_NONE, SPLIT_NONE,    0,            GPT2,  AT(Mlp, down_bias)},
+};
+static const ParamSpec router_params[] = {
+    {"router.weight", DIM_E, DIM_C, SPLIT_NONE, STD, BOTH, AT(Block, router_weight)},
 };
 static const ParamSpec head_params[] = {
     {"norm.weight", DIM_C, DIM_NONE, SPLIT_NONE, ONES, BOTH, AT(Ends, norm_weight)},
@@ -84,34 +90,64 @@ static const ParamSpec head_params[] = {
 };
 // clang-format on
 
-static size_t dim_size(const Config *c, Dim d) {
-    const long size[] = {[DIM_NONE] = 1,        [DIM_C] = c->hidden,
-                         [DIM_Q] = c->hidden,   [DIM_KV] = c->hidden / c->heads * c->kv_heads,
-                         [DIM_F] = c->ffn,      [DIM_V] = c->vocab,
-                         [DIM_P] = c->positions};
+// A set of parameters of one unit.
+typedef struct {
+    const char *prefix; // "" or "blocks.3.mlp."
+    size_t base;        // where in Block (or Ends) what their places are counted from stands
+    long ffn;           // F
+    int expert;         // whose they are; −1: of none
+} Owner;
+
+static size_t dim_size(const Config *c, Dim d, long ffn) {
+    const long size[] = {[DIM_NONE] = 1,         [DIM_C] = c->hidden,
+                         [DIM_Q] = c->hidden,    [DIM_KV] = c->hidden / c->heads * c->kv_heads,
+                         [DIM_F] = ffn,          [DIM_V] = c->vocab,
+                         [DIM_P] = c->positions, [DIM_E] = c->experts};
     return (size_t)size[d];
 }
 
-// Appends the parameters of one unit to the table; prefix is "" or "blocks.3.".
-static void add_unit(Model *m, const char *prefix, const ParamSpec *spec, size_t n) {
+// Appends parameters of the unit that is being made.
+static void add_params(Model *m, Owner of, const ParamSpec *spec, size_t n) {
     const Config *c = &m->config;
+    long own = of.expert < 0 ? 0 : c->experts / c->ep; // experts of a rank
     for (size_t i = 0; i < n; i++) {
         if (!(spec[i].archs & 1 << c->arch)) continue;
         Param *p = &m->param[m->n_params++];
-        snprintf(p->name, sizeof p->name, "%s%s", prefix, spec[i].name);
+        snprintf(p->name, sizeof p->name, "%s%s", of.prefix, spec[i].name);
         p->ndim = spec[i].cols == DIM_NONE ? 1 : 2;
-        p->rows = dim_size(c, spec[i].rows);
-        p->cols = dim_size(c, spec[i].cols);
+        p->rows = dim_size(c, spec[i].rows, of.ffn);
+        p->cols = dim_size(c, spec[i].cols, of.ffn);
         p->split = spec[i].split;
         p->unit = m->n_units;
+        p->expert = of.expert;
         tp_slice(c, p, m->grid.tp->rank);
-        p->here = m->chunk_of[p->unit] >= 0;
+        p->here = m->chunk_of[p->unit] >= 0 && (of.expert < 0 || of.expert / own == m->grid.ep->rank);
         if (p->unit == 0 && pp_ties(c) && m->pp_rank == c->pp - 1)
             p->here = true, p->counted = false; // the last stage's copy, which the first one counts
         p->size = (spec[i].rows == DIM_V ? (size_t)c->padded_vocab : p->slice_rows) * p->slice_cols;
         p->init = spec[i].init == STD_RESIDUAL ? STD / sqrtf(2 * (float)c->layers) : spec[i].init;
-        p->place = spec[i].place;
+        bool follows = spec[i].place == FUSED || (of.expert >= 0 && of.expert % own > 0);
+        p->place = follows ? FUSED : of.base + spec[i].place;
         m->parameters += p->rows * p->cols;
+        if (of.expert >= c->topk)
+            m->inactive += p->rows * p->cols; // a token goes through topk of them, all alike
+    }
+}
+
+static void add_block(Model *m, long l) {
+    const Config *c = &m->config;
+    char prefix[32], mlp[48], expert[72];
+    bool experts = has_experts(c, l);
+    snprintf(prefix, sizeof prefix, "blocks.%ld.", l);
+    snprintf(mlp, sizeof mlp, "%smlp.%s", prefix, experts ? "shared." : "");
+    add_params(m, (Owner){prefix, 0, 0, -1}, block_params, LENGTH(block_params));
+    Owner of = {mlp, AT(Block, mlp), experts ? c->shared_experts * c->expert_ffn : c->ffn, -1};
+    if (of.ffn) add_params(m, of, mlp_params, LENGTH(mlp_params));
+    snprintf(mlp, sizeof mlp, "%smlp.", prefix);
+    if (experts) add_params(m, (Owner){mlp, 0, 0, -1}, router_params, LENGTH(router_params));
+    for (int e = 0; experts && e < c->experts; e++) {
+        snprintf(expert, sizeof expert, "%sexperts.%d.", mlp, e);
+        add_params(m, (Owner){expert, AT(Block, expert), c->expert_ffn, e}, mlp_params, LENGTH(mlp_params));
     }
     m->n_units++;
 }
@@ -135,22 +171,22 @@ static void model_chunks(Model *m) {
 // another place in the pipeline.
 static void model_layout(Model *m) {
     const Config *c = &m->config;
-    size_t L = (size_t)c->layers;
     model_chunks(m);
     for (int i = 0; i < m->n_buckets; i++) free(m->bucket[i].decay);
-    free(m->bucket), free(m->bucket_of), free(m->param);
-    m->parameters = 0;
+    free(m->bucket), free(m->bucket_of), free(m->experts_bucket_of), free(m->param);
+    m->parameters = m->inactive = 0;
     m->n_params = m->n_units = m->n_buckets = 0;
     m->bucket = NULL;
-    m->param =
-        host_alloc(LENGTH(embedding_params) + L * LENGTH(block_params) + LENGTH(head_params), sizeof(Param));
-    add_unit(m, "", embedding_params, LENGTH(embedding_params));
-    for (size_t l = 0; l < L; l++) {
-        char prefix[32];
-        snprintf(prefix, sizeof prefix, "blocks.%zu.", l);
-        add_unit(m, prefix, block_params, LENGTH(block_params));
-    }
-    add_unit(m, "", head_params, LENGTH(head_params) - (c->tie ? 1 : 0));
+    size_t in_block =
+        LENGTH(block_params) + LENGTH(router_params) + (1 + (size_t)c->experts) * LENGTH(mlp_params);
+    m->param = host_alloc(LENGTH(embedding_params) + (size_t)c->layers * in_block + LENGTH(head_params),
+                          sizeof(Param));
+    Owner ends = {"", 0, 0, -1};
+    add_params(m, ends, embedding_params, LENGTH(embedding_params));
+    m->n_units++;
+    for (long l = 0; l < c->layers; l++) add_block(m, l);
+    add_params(m, ends, head_params, LENGTH(head_params) - (c->tie ? 1 : 0));
+    m->n_units++;
     m->not_finite.param = -1;
     m->norm_forward = c->arch == ARCH_GPT2 ? layernorm_forward : rmsnorm_forward;
     m->norm_backward = c->arch == ARCH_GPT2 ? layernorm_backward : rmsnorm_backward;
@@ -189,37 +225,54 @@ static float *alloc_f(MemCategory category, size_t n) {
 }
 
 // Sizes of one block, as its functions use them (train.h): rows, here and of all tp ranks together, channels, and the widths
-// of qkv and of the MLP's input.
+// of qkv and of the MLP's input. F is 0 where it has experts and no shared ones.
 typedef struct {
     size_t N, R, C, H, KV, D, A, F, QKV, U;
+    bool experts;
 } BlockSize;
 
-static BlockSize block_size(const Model *m) {
+static long block_ffn(const Config *c, long l) {
+    return has_experts(c, l) ? c->shared_experts * c->expert_ffn : c->ffn;
+}
+
+// But for the MLP's, which not all blocks have alike.
+static BlockSize sizes(const Model *m) {
     const Config *c = &m->config;
     size_t tp = (size_t)c->tp, N = m->B * m->T, C = (size_t)c->hidden, D = C / (size_t)c->heads;
-    size_t H = (size_t)c->heads / tp, KV = c->kv_heads > c->tp ? (size_t)c->kv_heads / tp : 1,
-           F = (size_t)c->ffn / tp;
-    return (BlockSize){.N = N,
-                       .R = c->sp ? N / tp : N,
-                       .C = C,
-                       .H = H,
-                       .KV = KV,
-                       .D = D,
-                       .A = H * D,
-                       .F = F,
-                       .QKV = (H + 2 * KV) * D,
-                       .U = c->arch == ARCH_LLAMA ? 2 * F : F};
+    size_t H = (size_t)c->heads / tp, KV = c->kv_heads > c->tp ? (size_t)c->kv_heads / tp : 1;
+    return (BlockSize){
+        .N = N, .R = c->sp ? N / tp : N, .C = C, .H = H, .KV = KV, .D = D, .A = H * D, .QKV = (H + 2 * KV) * D};
+}
+
+static BlockSize block_size(const Model *m, long l) {
+    BlockSize s = sizes(m);
+    s.F = (size_t)(block_ffn(&m->config, l) / m->config.tp);
+    s.U = m->config.arch == ARCH_LLAMA ? 2 * s.F : s.F;
+    s.experts = has_experts(&m->config, l);
+    return s;
+}
+
+// Of memory that the i-th blocks of all of this rank's chunks share (i = −1: all blocks) the largest sizes.
+static BlockSize widest(const Model *m, long i) {
+    BlockSize most = sizes(m);
+    for (const Chunk *k = m->chunk; k < m->chunk + m->config.virtual_stages; k++)
+        for (long j = 0; j < k->blocks; j++) {
+            BlockSize s = block_size(m, k->first_block + j);
+            if (i >= 0 && i != j) continue;
+            if (s.F > most.F) most.F = s.F, most.U = s.U;
+            most.experts |= s.experts;
+        }
+    return most;
 }
 
 static AttentionShape attention_shape(const Model *m) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     return (AttentionShape){m->B, m->T, m->T, s.H, s.KV, s.D, s.QKV, s.QKV, s.A, .causal = true};
 }
 
-// All that a block's forward writes, but x, and the attention matrix where that is shared.
-static void reserve_block(const Model *m, Activations *a) {
+// All that a block's forward writes, but x and the route, and the attention matrix where that is shared.
+static void reserve_block(const Model *m, Activations *a, BlockSize s) {
     const Config *c = &m->config;
-    BlockSize s = block_size(m);
     MemCategory cat = MEM_ACTIVATIONS;
     if (c->arch == ARCH_GPT2) a->mean1 = alloc_f(cat, s.R), a->mean2 = alloc_f(cat, s.R);
     a->rstd1 = alloc_f(cat, s.R);
@@ -232,6 +285,7 @@ static void reserve_block(const Model *m, Activations *a) {
     a->h2 = alloc_x(cat, s.R * s.C);
     a->up = alloc_x(cat, s.N * s.U);
     a->act = alloc_x(cat, s.N * s.F);
+    if (s.experts) a->experts = moe_reserve_activations(m);
 }
 
 // What F keeps, for each micro-batch in flight. Recomputation shares: under `selective` all blocks write one attention matrix;
@@ -240,19 +294,22 @@ static void reserve_block(const Model *m, Activations *a) {
 static void reserve_activations(Model *m) {
     const Config *c = &m->config;
     const RankPlan *plan = &m->plan->rank[m->pp_rank];
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     bool full = c->recompute == RECOMPUTE_FULL, naive = c->attention == ATTENTION_NAIVE;
     long kept = plan->slots * m->blocks, again = pp_defers_w(c) ? plan->douts * m->blocks : 0;
     floatX *probs = naive && c->recompute != RECOMPUTE_NONE ? alloc_x(MEM_ACTIVATIONS, s.N * s.H * m->T) : NULL;
     m->acts = host_alloc((size_t)kept, sizeof *m->acts);
     m->rebuilt = host_alloc((size_t)again + 1, sizeof *m->rebuilt);
     for (Activations *a = m->acts; a < m->acts + kept; a++) {
+        BlockSize of = widest(m, (a - m->acts) % m->blocks);
         a->x = alloc_x(MEM_ACTIVATIONS, s.R * s.C);
-        if (!full) reserve_block(m, a);
+        if (of.experts) a->route = moe_reserve_route(m);
+        if (!full) reserve_block(m, a, of);
         a->probs = naive && !probs ? alloc_x(MEM_ACTIVATIONS, s.N * s.H * m->T) : probs;
     }
     for (Activations *a = m->rebuilt; full && a <= m->rebuilt + again; a++)
-        reserve_block(m, a), a->probs = probs;
+        reserve_block(m, a, widest(m, a == m->rebuilt ? -1 : (a - m->rebuilt - 1) % m->blocks)),
+            a->probs = probs;
 
     m->head = host_alloc((size_t)plan->heads, sizeof *m->head);
     for (HeadActivations *h = m->head; h < m->head + plan->heads; h++) {
@@ -270,12 +327,12 @@ static void reserve_activations(Model *m) {
 // those of the residual stream for two; where it is put off, all have their own.
 static void reserve_output_gradients(Model *m) {
     const RankPlan *plan = &m->plan->rank[m->pp_rank];
-    BlockSize s = block_size(m);
     bool deferred = pp_defers_w(&m->config), first = m->chunk_of[0] >= 0;
     m->dout = host_alloc((size_t)(plan->douts * m->blocks), sizeof *m->dout);
     for (long i = 0; i < plan->douts * m->blocks; i++) {
         OutputGrads *d = &m->dout[i];
         if (!deferred && i > 0) *d = m->dout[i > 1 ? i - 2 : 0];
+        BlockSize s = widest(m, deferred ? i % m->blocks : -1);
         if (!deferred && i > 1) continue;
         d->down = alloc_x(MEM_DOUT, s.R * s.C);
         if (!deferred && i == 1) continue;
@@ -283,10 +340,11 @@ static void reserve_output_gradients(Model *m) {
         d->out = alloc_x(MEM_DOUT, s.R * s.C);
         d->qkv = alloc_x(MEM_DOUT, s.N * s.QKV);
         d->norms = alloc_x(MEM_DOUT, 4 * s.C);
+        if (s.experts) d->experts = moe_reserve_gradients(m);
     }
     // Of the embedding's output: "block -1" of those two.
     if (first && (deferred || m->blocks == 1))
-        m->d_embedding = alloc_x(MEM_DOUT, s.R * s.C);
+        m->d_embedding = alloc_x(MEM_DOUT, sizes(m).R * sizes(m).C);
     else if (first)
         m->d_embedding = m->dout[1].down;
 }
@@ -299,13 +357,16 @@ typedef struct {
     size_t dy, inside, dx; // output gradients of its B: what it gets, what stays in it, what it hands on
 } LiveBytes;
 
-static LiveBytes live_bytes(const Model *m, int unit) {
+// M: copies that a block's experts have of its micro-batch.
+static LiveBytes live_bytes(const Model *m, int unit, size_t M) {
     const Config *c = &m->config;
-    BlockSize s = block_size(m);
+    bool block = unit > 0 && unit < m->n_units - 1;
+    BlockSize s = block ? block_size(m, unit - 1) : sizes(m);
+    ExpertBytes experts = s.experts ? moe_bytes(m, M) : (ExpertBytes){0};
     bool first = m->chunk[m->chunk_of[unit]].first_unit == unit; // what it hands on is a message
     size_t x = s.R * s.C * sizeof(floatX), wide = s.N * (s.QKV + s.U) * sizeof(floatX);
     size_t norm = s.R * sizeof(float) * (c->arch == ARCH_GPT2 ? 2 : 1);
-    size_t inside = wide + x + 4 * s.C * sizeof(floatX);
+    size_t inside = wide + x + 4 * s.C * sizeof(floatX) + experts.gradients;
     if (unit == 0) return (LiveBytes){.dy = x}; // its output is the first block's x
     if (unit == m->n_units - 1)
         return (LiveBytes){.whole = 2 * x + norm,
@@ -314,8 +375,9 @@ static LiveBytes live_bytes(const Model *m, int unit) {
                            .dx = x};
     bool flash = c->attention == ATTENTION_FLASH;
     size_t scores = flash ? s.N * s.H * sizeof(float) : s.N * s.H * m->T * sizeof(floatX);
-    size_t whole = 4 * x + s.N * s.A * sizeof(floatX) + wide + 2 * norm + scores + s.N * s.F * sizeof(floatX);
-    size_t kept[] = {whole, flash ? whole : whole - scores, x}; // by recomputation: none, selective, full
+    size_t whole = 4 * x + s.N * s.A * sizeof(floatX) + wide + 2 * norm + scores + s.N * s.F * sizeof(floatX) +
+                   experts.activations + experts.route;
+    size_t kept[] = {whole, flash ? whole : whole - scores, x + experts.route}; // by recomputation
     return (LiveBytes){.whole = whole,
                        .kept = kept[c->recompute],
                        .shared = flash || c->recompute == RECOMPUTE_NONE ? 0 : scores,
@@ -326,8 +388,9 @@ static LiveBytes live_bytes(const Model *m, int unit) {
 
 // Enters them around its passes. Before I, what F did not keep is computed again; after W nothing of the unit is needed; the
 // embedding and the head have no W.
-static void enter_live(const Model *m, int unit, Pass pass, bool begins) {
-    LiveBytes b = live_bytes(m, unit);
+static void enter_live(const Model *m, int unit, Pass pass, const Route *route, bool begins) {
+    bool even = pass == PASS_F && begins; // until routing says how many copies come
+    LiveBytes b = live_bytes(m, unit, even || !route ? m->B * m->T * (size_t)m->config.topk : route->M);
     ptrdiff_t whole = (ptrdiff_t)b.whole, again = (ptrdiff_t)(b.whole - b.kept);
     bool block = unit > 0 && unit < m->n_units - 1;
     if (pass == PASS_F) {
@@ -362,7 +425,7 @@ static void model_reserve(Model *m) {
     const Config *c = &m->config;
     m->B = (size_t)c->micro_batch;
     m->T = (size_t)c->local_seq;
-    BlockSize s = block_size(m);
+    BlockSize s = widest(m, -1);
     size_t Vp = (size_t)c->padded_vocab, bucket = 0;
 
     dp_reserve(m);
@@ -391,7 +454,9 @@ static void model_reserve(Model *m) {
                                 c->attention == ATTENTION_FLASH ? flash_attention_workspace(attention_shape(m))
                                                                 : naive_attention_workspace(attention_shape(m)),
                                 grad_norm_workspace(bucket)};
-    m->workspace = device_alloc(MEM_WORKSPACE, largest(LENGTH(workspace), workspace));
+    m->workspace_bytes = largest(LENGTH(workspace), workspace);
+    m->workspace = device_alloc(MEM_WORKSPACE, m->workspace_bytes);
+    moe_reserve(m);
     ledger_live(MEM_WORKSPACE, (ptrdiff_t)ledger.held[MEM_WORKSPACE]);
 }
 
@@ -400,7 +465,7 @@ static void model_reserve(Model *m) {
 // =====================================================================================================================
 
 static void attention_forward(Model *m, Activations a) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     const floatX *q = a.qkv, *k = q + s.A, *v = k + s.KV * s.D;
     if (a.probs)
         naive_attention_forward(a.o, a.probs, q, k, v, attention_shape(m), m->workspace);
@@ -410,7 +475,7 @@ static void attention_forward(Model *m, Activations a) {
 
 // do_ [N, A] is the gradient of a.o; dqkv [N, A+2·KV·D] is written.
 static void attention_backward(Model *m, Activations a, floatX *dqkv, const floatX *do_) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     size_t k = s.A, v = k + s.KV * s.D;
     if (a.probs)
         naive_attention_backward(dqkv, dqkv + k, dqkv + v, do_, a.probs, a.qkv, a.qkv + k, a.qkv + v,
@@ -430,11 +495,22 @@ static const floatX *once(const Model *m, const floatX *bias) {
     return m->grid.tp->rank == 0 ? bias : NULL;
 }
 
+// h [N, C] -> part [N, C], a term of a sum over tp.
+static void mlp_forward(Model *m, long l, Activations a, const floatX *h, floatX *part) {
+    BlockSize s = block_size(m, l);
+    const Mlp *w = &m->block[l].mlp;
+    linear_forward(m, a.up, h, w->up_weight, w->up_bias, s.N, s.C, s.U);
+    comm_progress();
+    m->act_forward(a.act, a.up, s.N, s.F);
+    linear_forward(m, part, a.act, w->down_weight, once(m, w->down_bias), s.N, s.F, s.C);
+}
+
 // a.x -> y: block l on [R, C]. Between operations, here and in the backward, messages under way get their turn (comm_progress).
 static void block_forward(Model *m, long l, Activations a, floatX *y) {
-    BlockSize s = block_size(m);
+    BlockSize s = block_size(m, l);
     const Block *w = &m->block[l];
     floatX *part = m->temp_c; // what attention, then the MLP, adds to the residual stream
+    Work copies = {0};
 
     m->norm_forward(a.h1, a.mean1, a.rstd1, NULL, a.x, NULL, w->norm1_weight, w->norm1_bias, s.R, s.C);
     Rows h = tp_enter(m, a.h1, 0);
@@ -450,27 +526,41 @@ static void block_forward(Model *m, long l, Activations a, floatX *y) {
                     s.C);
     h = tp_enter(m, a.h2, 0);
     comm_progress();
-    linear_forward(m, a.up, arrived(h), w->up_weight, w->up_bias, s.N, s.C, s.U);
-    comm_progress();
-    m->act_forward(a.act, a.up, s.N, s.F);
-    linear_forward(m, part, a.act, w->down_weight, once(m, w->down_bias), s.N, s.F, s.C);
+    if (s.experts) moe_route_tokens(m, l, a);
+    if (s.experts) copies = moe_send(m, a, arrived(h));
+    if (s.F) mlp_forward(m, l, a, arrived(h), part); // without experts the only one, with them the shared ones
+    if (s.experts) moe_forward(m, l, a, copies, part, s.F > 0);
     sum = tp_exit(m, part);
     residual_forward(y, a.x_mid, arrived(sum), s.R * s.C);
+}
+
+// I of the MLP: dy [N, C] -> dh [N, C], a term of a sum over tp.
+static void mlp_backward_input(Model *m, long l, Activations a, OutputGrads d, const floatX *dy, floatX *dh) {
+    BlockSize s = block_size(m, l);
+    const Mlp *w = &m->block[l].mlp;
+    floatX *dact = m->temp_f;
+    linear_backward_input(m, dact, dy, w->down_weight, s.N, s.F, s.C);
+    m->act_backward(d.up, dact, a.up, s.N, s.F);
+    comm_progress();
+    linear_backward_input(m, dh, d.up, w->up_weight, s.N, s.C, s.U);
 }
 
 // W of the MLP, of attention, and of what is no matrix: two products each of what F and I left behind; no weights needed. dy, the
 // gradient of the second's output, and h, the first's input, may be on their way.
 static void mlp_backward_weight(const Model *m, long l, Activations a, OutputGrads d, Rows dy, Rows h) {
-    BlockSize s = block_size(m);
-    const Block *dw = &m->d_block[l];
-    linear_backward_weight(m, dw->down_weight, arrived(dy), a.act, s.N, s.F, s.C);
+    BlockSize s = block_size(m, l);
+    const Mlp *dw = &m->d_block[l].mlp;
+    const floatX *dout = arrived(dy), *inp = arrived(h);
+    if (s.experts) moe_backward_weight(m, l, a, d);
+    if (s.F == 0) return;
+    linear_backward_weight(m, dw->down_weight, dout, a.act, s.N, s.F, s.C);
     comm_progress();
-    linear_backward_weight(m, dw->up_weight, d.up, arrived(h), s.N, s.C, s.U);
+    linear_backward_weight(m, dw->up_weight, d.up, inp, s.N, s.C, s.U);
     comm_progress();
 }
 
 static void attention_backward_weight(const Model *m, long l, Activations a, OutputGrads d, Rows dy, Rows h) {
-    BlockSize s = block_size(m);
+    BlockSize s = block_size(m, l);
     const Block *dw = &m->d_block[l];
     linear_backward_weight(m, dw->out_weight, arrived(dy), a.o, s.N, s.A, s.C);
     comm_progress();
@@ -480,7 +570,7 @@ static void attention_backward_weight(const Model *m, long l, Activations a, Out
 
 // I has summed up norms' gradients on its way, and left them in d.norms, so that I needs no place in the bucket.
 static void vectors_backward_weight(const Model *m, long l, OutputGrads d) {
-    BlockSize s = block_size(m);
+    BlockSize s = block_size(m, l);
     const Block *dw = &m->d_block[l];
     floatX *dnorm1 = d.norms, *dnorm2 = dnorm1 + 2 * s.C;
     residual_forward(dw->norm1_weight, dw->norm1_weight, dnorm1, s.C);
@@ -488,8 +578,8 @@ static void vectors_backward_weight(const Model *m, long l, OutputGrads d) {
     if (m->config.arch != ARCH_GPT2) return; // it alone has biases
     residual_forward(dw->norm1_bias, dw->norm1_bias, dnorm1 + s.C, s.C);
     residual_forward(dw->norm2_bias, dw->norm2_bias, dnorm2 + s.C, s.C);
-    matmul_backward_bias(dw->down_bias, d.down, s.R, s.C, m->workspace);
-    matmul_backward_bias(dw->up_bias, d.up, s.N, s.U, m->workspace);
+    if (s.F) matmul_backward_bias(dw->mlp.down_bias, d.down, s.R, s.C, m->workspace);
+    if (s.F) matmul_backward_bias(dw->mlp.up_bias, d.up, s.N, s.U, m->workspace);
     matmul_backward_bias(dw->out_bias, d.out, s.R, s.C, m->workspace);
     matmul_backward_bias(dw->qkv_bias, d.qkv, s.N, s.QKV, m->workspace);
 }
@@ -497,23 +587,25 @@ static void vectors_backward_weight(const Model *m, long l, OutputGrads d) {
 // I: the forward's lines from the last to the first, d.down -> dx [R, C]. With `weights` it is B: W's products stand beside I's
 // sums over tp, for they need none of them.
 static void block_backward_input(Model *m, long l, Activations a, OutputGrads d, floatX *dx, bool weights) {
-    BlockSize s = block_size(m);
+    BlockSize s = block_size(m, l);
     const Block *w = &m->block[l];
-    floatX *dact = m->temp_f, *dh = m->temp_c; // gradients of act, and of h2, o, h1 in turn
+    floatX *dh = m->temp_c; // gradients of h2, o, h1 in turn
     floatX *dnorm1 = d.norms, *dnorm2 = dnorm1 + 2 * s.C;
     Rows h = {0};
+    Work copies = {0};
     device_zero(d.norms, 4 * s.C * sizeof(floatX));
 
     Rows dy = tp_enter(m, d.down, 0);
-    if (weights) h = tp_enter(m, a.h2, 1);
-    linear_backward_input(m, dact, arrived(dy), w->down_weight, s.N, s.F, s.C);
-    m->act_backward(d.up, dact, a.up, s.N, s.F);
-    comm_progress();
-    linear_backward_input(m, dh, d.up, w->up_weight, s.N, s.C, s.U);
+    if (weights && s.F) h = tp_enter(m, a.h2, 1);
+    if (s.experts) copies = moe_send_gradients(m, a, d, arrived(dy));
+    if (s.F) mlp_backward_input(m, l, a, d, arrived(dy), dh);
+    if (s.experts) moe_backward_input(m, l, a, d, copies, dh, s.F > 0);
     Rows sum = tp_exit(m, dh);
     if (weights) mlp_backward_weight(m, l, a, d, dy, h);
-    m->norm_backward(d.out, dnorm2, dnorm2 + s.C, arrived(sum), d.down, a.x_mid, w->norm2_weight, a.mean2,
-                     a.rstd2, s.R, s.C, m->workspace);
+    floatX *dh2 = arrived(sum);
+    if (s.experts) moe_backward_router(m, l, d, dh2);
+    m->norm_backward(d.out, dnorm2, dnorm2 + s.C, dh2, d.down, a.x_mid, w->norm2_weight, a.mean2, a.rstd2, s.R,
+                     s.C, m->workspace);
 
     dy = tp_enter(m, d.out, 0);
     if (weights) h = tp_enter(m, a.h1, 1);
@@ -532,14 +624,18 @@ static void block_backward_input(Model *m, long l, Activations a, OutputGrads d,
 
 // W: of what F and I have left behind.
 static void block_backward_weight(Model *m, long l, Activations a, OutputGrads d) {
-    mlp_backward_weight(m, l, a, d, tp_enter(m, d.down, 0), tp_enter(m, a.h2, 1));
+    Rows none = {0};
+    bool mlp = block_size(m, l).F > 0; // experts have had their rows from all ranks
+    mlp_backward_weight(m, l, a, d, mlp ? tp_enter(m, d.down, 0) : none, mlp ? tp_enter(m, a.h2, 1) : none);
     attention_backward_weight(m, l, a, d, tp_enter(m, d.out, 0), tp_enter(m, a.h1, 1));
     vectors_backward_weight(m, l, d);
 }
 
 // What the forward did not keep is computed again, by the same code. y [R, C] is what comes out; nobody needs it.
 static void block_recompute(Model *m, long l, Activations a, floatX *y) {
+    m->experts.replays = true;
     if (m->config.recompute == RECOMPUTE_FULL) block_forward(m, l, a, y);
+    m->experts.replays = false;
     if (m->config.recompute == RECOMPUTE_SELECTIVE && m->config.attention == ATTENTION_NAIVE)
         attention_forward(m, a);
 }
@@ -550,7 +646,7 @@ static void block_recompute(Model *m, long l, Activations a, floatX *y) {
 
 // Each tp rank looks up the tokens of its slice of the vocabulary; the sum has them all.
 static void embedding_unit_forward(Model *m, floatX *y) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     floatX *x = m->temp_c;
     embedding_forward(x, m->tokens, m->ends.wte, once(m, m->ends.wpe), m->positions, m->B, m->T, s.C);
     Rows sum = tp_exit(m, x);
@@ -558,7 +654,7 @@ static void embedding_unit_forward(Model *m, floatX *y) {
 }
 
 static void embedding_unit_backward(Model *m) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     Rows dx = tp_enter(m, m->d_embedding, 0);
     embedding_backward(m->d_ends.wte, m->d_ends.wpe, arrived(dx), m->tokens, m->positions, m->B, m->T, s.C,
                        m->param[0].slice_rows, m->workspace);
@@ -566,7 +662,7 @@ static void embedding_unit_backward(Model *m) {
 
 // The head's F: final norm, logits, the loss of each row; with dloss ≠ 0 the logits become their own gradient at once.
 static void head_forward(Model *m, HeadActivations a, float dloss) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     m->norm_forward(a.h1, a.mean, a.rstd, NULL, a.x, NULL, m->ends.norm_weight, m->ends.norm_bias, s.R, s.C);
     Rows h = tp_enter(m, a.h1, 0);
     matmul_forward(a.logits, arrived(h), m->ends.head_weight, NULL, s.N, s.C, (size_t)m->config.padded_vocab,
@@ -576,7 +672,7 @@ static void head_forward(Model *m, HeadActivations a, float dloss) {
 
 // I and W together, whatever the schedule: logits that wait for their W would be the largest thing on the rank.
 static void head_backward(Model *m, HeadActivations a, floatX *dx) {
-    BlockSize s = block_size(m);
+    BlockSize s = sizes(m);
     size_t Vp = (size_t)m->config.padded_vocab;
     floatX *dh = m->temp_c;
     Rows h = tp_enter(m, a.h1, 1);
@@ -595,6 +691,7 @@ static Activations activations(const Model *m, const Action *a, long i) {
     bool own = a->pass == PASS_I || a->pass == PASS_W;
     Activations shared = m->rebuilt[own ? 1 + a->dout * m->blocks + i : 0];
     shared.x = kept.x;
+    shared.route = kept.route;
     return shared;
 }
 
@@ -649,12 +746,14 @@ static void run_unit(Model *m, const Action *a, int unit, float dloss) {
     if (a->pass == PASS_W && kind != 1) return; // the two ends do W with I
     dp_begin(m, unit, a->pass);
     Moment began = trace_begin();
-    enter_live(m, unit, a->pass, true);
+    bool experts = kind == 1 && has_experts(&m->config, unit - 1);
+    const Route *route = experts ? activations(m, a, unit - 1 - m->chunk[a->chunk].first_block).route : NULL;
+    enter_live(m, unit, a->pass, route, true);
     if (a->pass == PASS_F)
         unit_forward(m, a, unit, dloss);
     else
         unit_backward(m, a, unit);
-    enter_live(m, unit, a->pass, false);
+    enter_live(m, unit, a->pass, route, false);
     trace_end("compute", name[kind][a->pass], kind == 1 ? unit - 1 : -1, began, 0);
     dp_end(m, unit, a->pass);
 }
@@ -681,7 +780,7 @@ static void chunk_backward(Model *m, const Action *a) {
     bool receives = a->pass != PASS_W && k->last_unit < m->n_units - 1;
     floatX *dy = m->dout[a->dout * m->blocks + k->blocks - 1].down;
     if (receives) pp_receive(m, a->chunk, PASS_I, dy);
-    if (receives) ledger_live(MEM_DOUT, (ptrdiff_t)live_bytes(m, k->last_unit).dy);
+    if (receives) ledger_live(MEM_DOUT, (ptrdiff_t)live_bytes(m, k->last_unit, 0).dy);
     for (int unit = k->last_unit; unit >= k->first_unit; unit--) run_unit(m, a, unit, 0);
     if (a->pass != PASS_W && k->first_unit > 0) pp_send(m, a->chunk, PASS_I);
 }
@@ -695,7 +794,7 @@ static void set_positions(Model *m, size_t T) {
     m->T = T;
     cp_positions(&m->config, m->grid.cp->rank, T, m->host_positions);
     device_copy_in(m->positions, m->host_positions, T * sizeof(int32_t));
-    if (m->rope) rope_table(m->rope, m->positions, T, block_size(m).D, (float)m->config.rope_theta);
+    if (m->rope) rope_table(m->rope, m->positions, T, sizes(m).D, (float)m->config.rope_theta);
 }
 
 // Row b of the micro-batch becomes this rank's part of a window [--seq + 1]: each token's target is the one behind it.
@@ -804,6 +903,7 @@ static double run_plan(Model *m, const Plan *plan, Load *load, long of, float dl
     pp_start(m, plan);
     for (const Action *a = mine->action; a < mine->action + mine->n; a++) {
         need_micro_batch(m, a, load, of);
+        m->first_sequence = sequence_of(m, a->micro, 0);
         Moment began = trace_begin();
         switch (a->pass) {
         case PASS_F:
@@ -825,8 +925,10 @@ static StepResult train_step(Model *m, long step) {
     const Config *c = &m->config;
     double tokens = (double)c->global_batch * (double)c->seq;
     enum { LOSS, STOP, SUMS };
+    moe_begin_step(m);
     double sums[SUMS] = {run_plan(m, m->plan, load_micro_batch, step, (float)(1 / tokens)), stop_signal != 0};
 
+    moe_end_step(m);
     tp_sum_gradients(m);
     pp_sum_gradients(m);
     double norm = dp_grad_norm(m);
@@ -1060,6 +1162,10 @@ static void make_grid(const Config *c, Grid *g) {
     g->dp = comm_split(g->world, rank / in_stage * tp + rank % tp, rank, "dp");
     g->cp = comm_ring(g->world, rank / (cp * tp) * tp + rank % tp, rank, "cp");
     g->tp = comm_split(g->world, rank / tp, rank, "tp");
+    int ep = (int)c->ep, inner = cp * tp, dp = rank / inner; // of the world: pp · DP + dp
+    g->ep = comm_mesh(g->world, dp / ep * inner + rank % inner, rank, "ep");
+    g->replicas = comm_split(g->world, (rank / in_stage * ep + dp % ep) * tp + rank % tp, rank, "replicas");
+    g->sequence = comm_split(g->world, c->sp ? dp : dp * tp + rank % tp, rank, "sequence");
     g->kv = comm_split(g->world, rank / holders, rank, "kv");
     bool end = pp_ties(c) && (g->pp->rank == 0 || g->pp->rank == g->pp->size - 1);
     g->tied = comm_split(g->world, end ? rank % in_stage : in_stage + rank, rank, "tied"); // others: each alone

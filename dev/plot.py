@@ -45,6 +45,7 @@ KINDS = {
     "broadcast": "#edc948",
     "send": "#d37295",
     "shift": "#ff9da7",
+    "all_to_all": "#499894",
     "barrier": "#9c755f",
     "other": "#bab0ac",
 }

@@ -21,6 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 EPS = 1e-5  # of both norms
+AUX = 0.01  # weight of the balance loss
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -129,12 +130,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, ffn):
         super().__init__()
         bias = c["arch"] == "gpt2"
-        self.gate = None if bias else nn.Linear(c["hidden"], c["ffn"], bias=False)
-        self.up = nn.Linear(c["hidden"], c["ffn"], bias=bias)
-        self.down = nn.Linear(c["ffn"], c["hidden"], bias=bias)
+        self.gate = None if bias else nn.Linear(c["hidden"], ffn, bias=False)
+        self.up = nn.Linear(c["hidden"], ffn, bias=bias)
+        self.down = nn.Linear(ffn, c["hidden"], bias=bias)
 
     def forward(self, x):
         if self.gate is None:
@@ -142,12 +143,106 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # SwiGLU (Shazeer 2020)
 
 
-class Block(nn.Module):
+# ---- experts -----------------------------------------------------------------------------------------------------
+def best(x, n):
+    """The places of the n largest of each row, the largest first; of equal ones, the first."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and which of them it goes to. All of it is fp32."""
+
     def __init__(self, c):
+        super().__init__()
+        self.c = c
+        self.weight = nn.Parameter(torch.zeros(c["experts"], c["hidden"]))
+        sigmoid = c["router"] == "sigmoid"  # DeepSeek-V3, section 2.1.2: a bias on the choice, which has no gradient
+        self.register_buffer("balance", torch.zeros(c["experts"]) if sigmoid else None)
+        self.scores = self.chosen = None  # of the last pass
+        self.counts = 0  # tokens by expert: gradients() starts and adds them, balance_step() reads them
+
+    def forward(self, h):
+        """h [B, T, C] -> the chosen experts of each token and their gates, [B, T, topk] both."""
+        logits = F.linear(wide(h), wide(self.weight))
+        self.scores = logits.softmax(-1) if self.balance is None else logits.sigmoid()
+        k = self.c["topk"]
+        self.chosen = best(self.limited(self.values()), k)
+        gates = self.scores.gather(-1, self.chosen)
+        if k > 1:  # one alone would be 1, and give the router no gradient
+            gates = gates / gates.sum(-1, keepdim=True)
+        return self.chosen, gates
+
+    def values(self):
+        """What the choice goes by."""
+        scores = self.scores.detach()
+        return scores if self.balance is None else scores + wide(self.balance)
+
+    def groups(self, values):
+        """[B, T, G]: a group of neighbouring experts is worth the sum of its best."""
+        k, G, M = self.c["topk"], self.c["route_groups"], self.c["route_nodes"]
+        each = values.unflatten(-1, (G, -1))
+        return each.gather(-1, best(each, max(1, k // M))).sum(-1)
+
+    def limited(self, values):
+        """-inf for the experts of all groups but the best route_nodes."""
+        G, M = self.c["route_groups"], self.c["route_nodes"]
+        if M == G:
+            return values
+        good = torch.zeros(*values.shape[:-1], G, dtype=torch.bool).scatter(-1, best(self.groups(values), M), True)
+        return values.masked_fill(~good.repeat_interleave(values.shape[-1] // G, -1), -math.inf)
+
+    def margin(self):
+        """By how much the last pass chose as it did, at the closest: an expert, or a group, over the next one."""
+        least, values = math.inf, self.values()
+        G, M = self.c["route_groups"], self.c["route_nodes"]
+        rows = [(self.limited(values), self.c["topk"])] + ([(self.groups(values), M)] if M < G else [])
+        for x, n in rows:
+            x = x.sort(-1, descending=True).values
+            if n < x.shape[-1]:
+                least = min(least, (x[..., n - 1] - x[..., n]).min().item())
+        return least
+
+    def balance_loss(self):
+        """Mean over the sequences of the last pass of E · Σ f P: the share of an expert in the choices, which has no
+        gradient, times its mean score. It is 1 where all experts get the same (Fedus et al. 2021)."""
+        E = self.c["experts"]
+        f = F.one_hot(self.chosen, E).to(self.scores.dtype).mean((1, 2))
+        return E * (f * self.scores.mean(1)).sum(-1).mean()
+
+
+class Experts(nn.Module):
+    """Σ gate · expert(h) over the chosen, and the shared expert. Each expert sees all tokens here; what it makes of those
+    that did not choose it counts 0 times."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.router = Router(c)
+        self.experts = nn.ModuleList(MLP(c, c["expert_ffn"]) for _ in range(c["experts"]))
+        self.shared = MLP(c, c["shared_experts"] * c["expert_ffn"]) if c["shared_experts"] else None
+
+    def forward(self, h):
+        chosen, gates = self.router(h)
+        out = self.shared(h) if self.shared else torch.zeros_like(h)
+        for e, expert in enumerate(self.experts):
+            out = out + (gates * (chosen == e)).sum(-1, keepdim=True) * expert(h)
+        return out.to(h.dtype)
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------------
+OF_EXPERTS = ("experts", "topk", "shared_experts", "expert_ffn", "moe_every", "route_groups", "route_nodes")
+
+
+def has_experts(c, l):
+    """Every moe_every-th block has them, the others one MLP."""
+    return c.get("experts", 0) > 0 and (l + 1) % c["moe_every"] == 0
+
+
+class Block(nn.Module):
+    def __init__(self, c, l):
         super().__init__()
         norm = LayerNorm if c["arch"] == "gpt2" else RMSNorm
         self.norm1, self.attention = norm(c["hidden"]), Attention(c)
-        self.norm2, self.mlp = norm(c["hidden"]), MLP(c)
+        self.norm2, self.mlp = norm(c["hidden"]), Experts(c) if has_experts(c, l) else MLP(c, c["ffn"])
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -158,18 +253,21 @@ def read_config(meta):
     """A checkpoint's metadata is strings."""
     config = {k: int(meta[k]) for k in ("layers", "heads", "kv_heads", "hidden", "ffn", "vocab", "seq")}
     config.update(arch=meta["arch"], rope_theta=float(meta.get("rope_theta", 10000)), tie=meta["tie"] == "1")
+    if int(meta.get("experts", 0)):
+        config.update({k: int(meta[k]) for k in OF_EXPERTS}, router=meta["router"])
     return config
 
 
 class Model(nn.Module):
-    """config: arch, layers, heads, kv_heads, hidden, ffn, vocab, seq, rope_theta, tie."""
+    """config: arch, layers, heads, kv_heads, hidden, ffn, vocab, seq, rope_theta, tie; with experts also OF_EXPERTS and
+    router ("softmax" or "sigmoid")."""
 
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.wte = nn.Embedding(c["vocab"], c["hidden"])
         self.wpe = nn.Embedding(c["seq"], c["hidden"]) if c["arch"] == "gpt2" else None
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c["layers"]))
+        self.blocks = nn.ModuleList(Block(c, l) for l in range(c["layers"]))
         self.norm = (LayerNorm if c["arch"] == "gpt2" else RMSNorm)(c["hidden"])
         self.head = None if c["tie"] else nn.Linear(c["hidden"], c["vocab"], bias=False)
 
@@ -181,8 +279,11 @@ class Model(nn.Module):
             x = block(x)
         return F.linear(self.norm(x), (self.head or self.wte).weight)
 
+    def routers(self):
+        return [block.mlp.router for block in self.blocks if isinstance(block.mlp, Experts)]
+
     def load(self, tensors):
-        """Exactly these parameters, by name."""
+        """Exactly these parameters (and balance biases), by name."""
         self.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in tensors.items()}, strict=True)
         return self
 
@@ -200,14 +301,20 @@ def loss(model, tokens, targets_in_step=None):
     return total / (targets_in_step or targets.numel())
 
 
-def gradients(model, tokens, batch=0):
-    """(loss, {name: gradient}) over tokens [W, T + 1], `batch` windows at a time."""
+def gradients(model, tokens, batch=0, aux=0.0):
+    """(loss, {name: gradient}) over tokens [W, T + 1], `batch` windows at a time. `aux` is the weight of the routers'
+    balance losses (./train --balance aux: AUX): they have a part in the gradient, but none in the loss."""
     model.zero_grad(set_to_none=True)
     count, total = tokens[:, 1:].numel(), 0.0
+    for router in model.routers():
+        router.counts = 0
     for part in tokens.split(batch or len(tokens)):
         value = loss(model, part, count)
-        value.backward()
+        balance = sum(router.balance_loss() for router in model.routers()) * len(part) / len(tokens)
+        (value + aux * balance).backward()
         total += value.item()
+        for router in model.routers():
+            router.counts = router.counts + F.one_hot(router.chosen, router.c["experts"]).sum((0, 1, 2))
     return total, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -250,17 +357,27 @@ class AdamW:
         return total
 
 
+@torch.no_grad()
+def balance_step(model, rate=1e-3):
+    """--balance bias, after each step: experts that got less than the mean become easier to choose, by a fixed amount
+    (DeepSeek-V3)."""
+    for router in model.routers():
+        counts = router.counts.double()
+        router.balance += rate * (counts.mean() - counts).sign()
+
+
 def main():
     parser = argparse.ArgumentParser(description="loss and gradient norm of a checkpoint over all windows of a file")
     parser.add_argument("weights", help="weights.safetensors")
     parser.add_argument("--data", required=True, help="a text, or an llm.c shard of tokens")
     parser.add_argument("--seq", type=int, required=True)
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
+    parser.add_argument("--aux", type=float, default=0, help=f"weight of the balance loss; --balance aux has {AUX}")
     args = parser.parse_args()
     tokens = windows(load_tokens(args.data), args.seq)
     if len(tokens) == 0:
         sys.exit(f"reference.py: {args.data} has no window of {args.seq} + 1 tokens")
-    value, grads = gradients(load_model(args.weights), tokens, args.batch)
+    value, grads = gradients(load_model(args.weights), tokens, args.batch, args.aux)
     print(f"windows {len(tokens)}  loss {value:.9g}  grad_norm {norm(grads):.9g}")
 
 

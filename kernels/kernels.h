@@ -190,6 +190,82 @@ void rows_round(floatX *out, const float *in, size_t n);
 void rows_fill(float *x, float value, size_t n);
 
 // ---------------------------------------------------------------------------------------------------------
+// moe: what a mixture of experts does beside its MLPs (Shazeer et al. 2017): it routes each of N tokens to k of E experts,
+// sorts the copies by expert, and joins what comes back. Copy j of token n is pair n·k + j. All of the router is fp32.
+enum { MOE_MOST_EXPERTS = 1024 };
+typedef struct {
+    size_t experts, topk; // E ≤ MOE_MOST_EXPERTS; k ≤ E
+    // Scores are the sigmoid of each logit (DeepSeek-V3), else the softmax over a row. Gates are the scores of the chosen, for
+    // k > 1 divided by their sum.
+    bool sigmoid;
+    // Node-limited routing (DeepSeek-V3, §2.1.2): of `groups` equal groups of neighbouring experts only the best group_limit may
+    // be chosen from, by the sum of each one's top max(1, k / group_limit) of score + bias. 1, 1: no groups.
+    size_t groups, group_limit;
+} MoeRouting;
+
+// The router's product: logits [N,E] = inp [N,C] · weight [E,C]ᵀ, each row summed alike, whatever N is.
+void moe_router_forward(float *logits, const floatX *inp, const floatX *weight, size_t N, size_t C, size_t E);
+// dinp [N,C] += dlogits [N,E] · weight: what else has used inp is in there already
+void moe_router_backward_input(floatX *dinp, const float *dlogits, const floatX *weight, size_t N, size_t C,
+                               size_t E);
+// dweight [E,C] += dlogits [N,E]ᵀ · inp [N,C]
+void moe_router_backward_weight(floatX *dweight, const float *dlogits, const floatX *inp, size_t N, size_t C,
+                                size_t E, void *workspace);
+size_t moe_router_workspace(size_t N, size_t C, size_t E);
+
+// logits [N,E] become scores, in place. index [N,k]: the experts with the largest score + bias [E] (NULL: 0), the best first, of
+// equal ones that with the lower number; NaN counts as the least. gate [N,k]. margin [N]: how much the last one chosen, or the last
+// group, is better than the first one left out (INFINITY where none is).
+void moe_route(float *logits, int32_t *index, float *gate, float *margin, const float *bias, size_t N,
+               MoeRouting r);
+// dlogits [N,E] from dgate [N,k]. With factor ≠ 0 the balance loss joins: Σ over sequences and experts of factor · chosen ·
+// Σ scores (moe_sequence_sums), so that each score of a row has factor · chosen [B,E] of its sequence in its gradient. Row n is token
+// first + n of [B,T].
+void moe_route_backward(float *dlogits, const float *dgate, const int32_t *index, const float *gate,
+                        const float *scores, const float *chosen, float factor, size_t first, size_t N,
+                        size_t T, MoeRouting r);
+// sums [2,B,E] =: of the tokens of each sequence that are among the N rows, how many have chosen an expert, and the sum of its
+// scores. Rows as above.
+void moe_sequence_sums(float *sums, const int32_t *index, const float *scores, size_t first, size_t N, size_t B,
+                       size_t T, MoeRouting r);
+// *sum += Σ over sequences and experts of chosen · Σ scores, of sums [2,B,E]
+void moe_balance_loss(double *sum, const float *sums, size_t B, size_t E);
+// What a run says of its router, += over tokens: seen [E] copies by expert; seen[E] a hash of (layer, sequence, position, expert) of
+// each copy, the same in whatever order and on whatever ranks they are added up; seen[E+1] groups met, of all tokens;
+// seen[E+2] the most that one token has met. *least is the least margin so far. Rows as above, of sequences `sequence`,
+// sequence + 1, …; positions [T].
+void moe_observe(uint64_t *seen, float *least, const int32_t *index, const float *margin,
+                 const int32_t *positions, uint64_t layer, uint64_t sequence, size_t first, size_t N, size_t T,
+                 MoeRouting r);
+
+// place [N·k]: where each pair stands when all are sorted by expert, in each by pair. count [E]: copies by expert.
+void moe_sort(int32_t *place, int32_t *count, const int32_t *index, size_t pairs, size_t E);
+// out [N·k,C]: row place[n·k + j] = (gate[n·k + j] or, gate NULL, 1) · inp [n]
+void moe_permute(floatX *out, const floatX *inp, const float *gate, const int32_t *place, size_t N, size_t k,
+                 size_t C);
+// out [N,C] = or (add) += Σ_j (gate[n·k + j] or 1) · rows [place[n·k + j]], j ascending, rounded once
+void moe_combine(floatX *out, const floatX *rows, const float *gate, const int32_t *place, bool add, size_t N,
+                 size_t k, size_t C);
+// dgate [N,k]: dout [n] · rows [place[n·k + j]]
+void moe_gate_backward(float *dgate, const floatX *dout, const floatX *rows, const int32_t *place, size_t N,
+                       size_t k, size_t C);
+
+// ---------------------------------------------------------------------------------------------------------
+// grouped_gemm: the three products of matmul for several weights at a time, the experts'. The rows of inp and out are those of
+// group 0, then of group 1, …: rows[g] of each (host memory; 0 is legal), M in all. Group g's weight [N,K] and bias [N] are at
+// weight + g · stride and bias + g · stride (bias NULL: none).
+void grouped_gemm_forward(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
+                          const size_t *rows, size_t groups, size_t stride, size_t K, size_t N,
+                          void *workspace);
+void grouped_gemm_backward_input(floatX *dinp, const floatX *dout, const floatX *weight, const size_t *rows,
+                                 size_t groups, size_t stride, size_t K, size_t N, void *workspace);
+// dweight += , of a group without rows nothing
+void grouped_gemm_backward_weight(floatX *dweight, const floatX *dout, const floatX *inp, const size_t *rows,
+                                  size_t groups, size_t stride, size_t K, size_t N, void *workspace);
+// enough for all three, with up to M rows
+size_t grouped_gemm_workspace(size_t M, size_t K, size_t N);
+
+// ---------------------------------------------------------------------------------------------------------
 // The MLP's non-linearity; one signature for both, so that the block can hold either by pointer.
 // gelu (tanh form, Hendrycks & Gimpel 2016): out [N,F], inp [N,F].
 // swiglu (Shazeer 2020): out [N,F] = silu(gate) · up; inp [N,2F] with gate in channels 0..F, up in F..2F.

@@ -16,8 +16,9 @@
 //
 // Cost for n bytes and N ranks: reduce-scatter and all-gather send (N-1)/N · n a rank, all-reduce twice that, which is
 // the least possible; N-1 hops a slice, 2(N-1) for all-reduce. Broadcast passes slices along a chain: n bytes a rank, none
-// from the last one; a message goes from one rank to one other. A shift is n bytes a rank, in one hop. Barrier: log2 N empty
-// messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
+// from the last one; a message goes from one rank to one other. A shift is n bytes a rank, in one hop. In an all-to-all each part
+// goes straight to its rank, first those for rank + 1, then for rank + 2, …: in each of these rounds a rank sends to one other and
+// receives from one. Barrier: log2 N empty messages a rank (dissemination: Hensgen, Finkel & Manber 1988).
 // With --comm mpi a GPU's buffer takes this way, too, staged through the host: fetched when its turn has come, and put back
 // when the ring is done with it (Staged, comm_ring.h).
 // Paper: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -49,11 +50,13 @@
 enum { SLICE_BYTES = 512 << 10, LANES = 4 };
 enum { TAG_CLOCK = 32767 }; // the largest that every MPI has
 
-const char *const comm_op_name[COMM_OPS] = {"all_reduce", "all_reduce_max", "reduce_scatter", "all_gather",
-                                            "broadcast",  "send",           "shift",          "barrier"};
+const char *const comm_op_name[COMM_OPS] = {"all_reduce", "all_reduce_max", "reduce_scatter",
+                                            "all_gather", "broadcast",      "send",
+                                            "shift",      "all_to_all",     "barrier"};
 const char *const comm_wait_name[COMM_OPS] = {
-    "wait for all_reduce", "wait for all_reduce_max", "wait for reduce_scatter", "wait for all_gather",
-    "wait for broadcast",  "wait for send",           "wait for shift",          "wait for barrier"};
+    "wait for all_reduce", "wait for all_reduce_max", "wait for reduce_scatter",
+    "wait for all_gather", "wait for broadcast",      "wait for send",
+    "wait for shift",      "wait for all_to_all",     "wait for barrier"};
 
 // One hop of one slice: what goes out, what comes in, and what becomes of it.
 typedef struct {
@@ -73,6 +76,13 @@ typedef struct {
     MPI_Request requests[2];
 } Lane;
 
+// Of an all-to-all: the part that this rank sends to rank + distance, and the one that it receives from rank − distance.
+typedef struct {
+    int distance;
+    size_t slice;  // the first of it
+    Piece out, in; // of the two buffers
+} Exchange;
+
 // A collective under way, or waiting for its turn.
 typedef struct Task {
     struct Task *next;
@@ -80,10 +90,13 @@ typedef struct Task {
     CommOp op;
     DType type;
     size_t count;
-    const void *in; // reductions, send, shift: [count]; all_gather: this rank's shard
+    const void *in; // reductions, send, shift: [count]; all_gather: this rank's shard; all_to_all: its rows
     void *own;      // where this rank's shard of the result goes
-    void *out;      // all_reduce, all_gather, broadcast, receive, shift: [count]
+    void *out;      // all_reduce, all_gather, broadcast, receive, shift: [count]; all_to_all: its rows
     int root;
+    int parts;
+    Exchange *exchange;            // all_to_all: [size, parts] by distance, and their end
+    size_t behind;                 // shift, all_to_all: where out begins in a staged buffer, in bytes
     size_t slice, slices, arrived; // elements in a slice; slices in all; slices that have made all their hops
     int hops;                      // that a slice makes
     int tag;                       // of lane 0's messages
@@ -312,11 +325,51 @@ static Hop shift_hop(const Task *t, size_t j) {
                  .received = slice.bytes};
 }
 
+// Parts differ in length, and what a rank receives in a round from what it sends. Slice k of a part travels in lane k mod LANES on
+// both sides, for each takes a multiple of LANES slices for it. Where one has nothing to say in a slice, it asks nobody.
+static size_t exchange_slices(Piece out, Piece in) {
+    size_t most = out.bytes > in.bytes ? out.bytes : in.bytes;
+    return (most + LANES * SLICE_BYTES - 1) / (LANES * SLICE_BYTES) * LANES;
+}
+
+static void plan_exchange(const Comm *c, Task *t, const CommRows *received, const CommRows *sent, int parts) {
+    size_t row = t->count * dtype_size(t->type), slices = 0;
+    Exchange *e = t->exchange = host_alloc((size_t)(c->size * parts) + 1, sizeof *e);
+    for (int d = 0; d < c->size; d++)
+        for (int i = 0; i < parts; i++, e++) {
+            CommRows out = sent[around(c, c->rank + d) * parts + i];
+            CommRows in = received[around(c, c->rank - d) * parts + i];
+            assert(d > 0 || out.rows == in.rows);
+            *e = (Exchange){d, slices, {out.first * row, out.rows * row}, {in.first * row, in.rows * row}};
+            if (d > 0) slices += exchange_slices(e->out, e->in);
+        }
+    e->slice = slices; // the end
+    t->parts = parts;
+}
+
+static Piece slice_of(Piece part, size_t k) {
+    size_t begin = k * SLICE_BYTES, left = part.bytes > begin ? part.bytes - begin : 0;
+    return (Piece){part.offset + begin, left < SLICE_BYTES ? left : SLICE_BYTES};
+}
+
+static Hop all_to_all_hop(const Comm *c, const Task *t, size_t j) {
+    const Exchange *e = t->exchange;
+    while (e[1].slice <= j) e++;
+    Piece out = slice_of(e->out, j - e->slice), in = slice_of(e->in, j - e->slice);
+    return (Hop){.send = at(t->in, out.offset),
+                 .sent = out.bytes,
+                 .to = out.bytes ? around(c, c->rank + e->distance) : MPI_PROC_NULL,
+                 .receive = at(t->out, in.offset),
+                 .received = in.bytes,
+                 .from = in.bytes ? around(c, c->rank - e->distance) : MPI_PROC_NULL};
+}
+
 static Hop next_hop(const Comm *c, const Task *t, const Lane *lane) {
     size_t j = lane->slice;
     int k = lane->hop, reduce_hops = t->op == OP_ALL_GATHER ? 0 : c->size - 1;
     if (t->op == OP_BARRIER) // after hop k, this rank knows that the 2^(k+1) - 1 ranks on its left have come
         return (Hop){.to = around(c, c->rank + (1 << k)), .from = around(c, c->rank - (1 << k))};
+    if (t->op == OP_ALL_TO_ALL) return all_to_all_hop(c, t, j);
     Hop hop = t->op == OP_BROADCAST ? broadcast_hop(c, t, j, k)
               : t->op == OP_SEND    ? send_hop(c, t, j)
               : t->op == OP_SHIFT   ? shift_hop(t, j)
@@ -336,7 +389,7 @@ static bool is_here(const Comm *c, Task *t) {
     if (!buf) return false;
     t->out = buf, t->own = at(buf, own_piece(c, t->count, t->type).offset);
     t->in = t->op == OP_ALL_GATHER ? t->own : buf;
-    if (t->op == OP_SHIFT) t->out = at(buf, t->count * dtype_size(t->type));
+    if (t->behind) t->out = at(buf, t->behind);
     return true;
 }
 
@@ -353,10 +406,12 @@ static void begin(Comm *c, Task *t) {
         ring->staging = host_alloc(1, staging);
         ring->staging_bytes = staging;
     }
-    if (t->op == OP_ALL_GATHER || c->size == 1) { // this rank's shard is not brought by anybody
+    if (t->op == OP_ALL_GATHER || (c->size == 1 && t->own)) { // this rank's shard is not brought by anybody
         size_t bytes = own_piece(c, t->count, t->type).bytes;
         if (t->own != t->in && bytes) memmove(t->own, t->in, bytes);
     }
+    for (const Exchange *e = t->exchange; e < t->exchange + t->parts; e++) // with itself
+        if (e->in.bytes) memcpy(at(t->out, e->in.offset), at(t->in, e->out.offset), e->in.bytes);
     for (int i = 0; i < LANES; i++) t->lane[i].slice = (size_t)i;
 }
 
@@ -368,7 +423,7 @@ static void post(Comm *c, Task *t, int i) {
     int tag = t->tag + i;
     mpi_check(MPI_Irecv(hop->receive, (int)hop->received, MPI_BYTE, hop->from, tag, mpi, &lane->requests[0]));
     // A message or a shift has left once its receiver takes it, as with NCCL; not once the system has buffered it.
-    bool taken = t->op == OP_SEND || t->op == OP_SHIFT;
+    bool taken = t->op == OP_SEND || t->op == OP_SHIFT || t->op == OP_ALL_TO_ALL;
     int (*send)(const void *, int, MPI_Datatype, int, int, MPI_Comm, MPI_Request *) =
         taken ? MPI_Issend : MPI_Isend;
     mpi_check(send(hop->send, (int)hop->sent, MPI_BYTE, hop->to, tag, mpi, &lane->requests[1]));
@@ -423,6 +478,7 @@ static bool advance(Comm *c) {
             trace_span(c->name, comm_op_name[t->op], (long)t->sequence, (Moment){.seconds = t->began}, now(),
                        t->sent);
         ring->first = t->next;
+        free(t->exchange);
         free(t);
         moved = true;
     }
@@ -469,6 +525,9 @@ static Work start(Comm *c, Task task) {
     if (c->size > 1 && t->op == OP_BARRIER) {
         t->slices = 1;
         while (1 << t->hops < c->size) t->hops++;
+    } else if (t->op == OP_ALL_TO_ALL) {
+        t->slices = t->exchange[c->size * t->parts].slice;
+        t->hops = 1;
     } else if (c->size > 1 && t->count > 0) {
         bool whole = t->op == OP_BROADCAST || t->op == OP_SEND || t->op == OP_SHIFT;
         size_t longest = whole ? t->count : comm_shard_begin(t->count, c->size, 1);
@@ -515,7 +574,28 @@ void ring_wait(Work w) {
 // ---- the collectives ------------------------------------------------------------------------------------------------
 
 Work ring_start_staged(Comm *c, CommOp op, size_t count, DType t, int root, Staged staged) {
-    return start(c, (Task){.op = op, .type = t, .count = count, .root = root, .staged = staged});
+    size_t behind = op == OP_SHIFT ? count * dtype_size(t) : 0;
+    return start(c,
+                 (Task){.op = op, .type = t, .count = count, .root = root, .behind = behind, .staged = staged});
+}
+
+static Work start_rows(Comm *c, Task t, const CommRows *received, const CommRows *sent, int parts) {
+    plan_exchange(c, &t, received, sent, parts);
+    return start(c, t);
+}
+
+Work ring_start_staged_rows(Comm *c, const CommRows *received, const CommRows *sent, int parts, size_t width,
+                            DType t, Staged staged) {
+    Task task = {.op = OP_ALL_TO_ALL, .type = t, .count = width, .staged = staged};
+    task.behind = ring_extent(c, sent, parts) * width * dtype_size(t);
+    return start_rows(c, task, received, sent, parts);
+}
+
+size_t ring_extent(const Comm *c, const CommRows *table, int parts) {
+    size_t most = 0;
+    for (const CommRows *r = table; r < table + c->size * parts; r++)
+        if (r->rows && r->first + r->rows > most) most = r->first + r->rows;
+    return most;
 }
 
 static void *own_place(const Comm *c, void *whole, size_t count, DType t) {
@@ -560,6 +640,13 @@ Work comm_host_receive(Comm *channel, void *buf, size_t count, DType t) {
 Work comm_host_shift(Comm *c, void *out, const void *in, size_t count, DType t) {
     assert(out != in || count == 0);
     return start(c, (Task){.op = OP_SHIFT, .type = t, .count = count, .in = in, .own = out, .out = out});
+}
+
+Work comm_host_all_to_all(Comm *c, void *out, const CommRows *received, const void *in, const CommRows *sent,
+                          int parts, size_t width, DType t) {
+    assert(out != in || ring_extent(c, sent, parts) * width == 0);
+    Task task = {.op = OP_ALL_TO_ALL, .type = t, .count = width, .in = in, .out = out};
+    return start_rows(c, task, received, sent, parts);
 }
 
 Work comm_barrier(Comm *c) {
@@ -741,6 +828,10 @@ Comm *comm_split(Comm *parent, int color, int key, const char *name) {
 
 Comm *comm_ring(Comm *parent, int color, int key, const char *name) {
     return split(parent, color, key, name, FOR_SHIFTS);
+}
+
+Comm *comm_mesh(Comm *parent, int color, int key, const char *name) {
+    return split(parent, color, key, name, FOR_ALL_TO_ALLS);
 }
 
 Comm *comm_channel(Comm *parent, int from, int to, const char *name) {

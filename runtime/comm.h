@@ -20,8 +20,8 @@
 //
 // Messages between two ranks go through channels: groups of two, in which one rank sends and the other receives. Works on
 // several channels are under way side by side. In a shift all ranks of a group send at once, each to its right-hand neighbour,
-// rank + 1. All works that two ranks share, on whatever channels and groups, both start in the same order: then none of them
-// waits for one that comes later.
+// rank + 1; in an all-to-all each sends to each, as much as it has for it. All works that two ranks share, on whatever channels
+// and groups, both start in the same order: then none of them waits for one that comes later.
 #ifndef COMM_H
 #define COMM_H
 
@@ -47,6 +47,7 @@ typedef enum {
     OP_BROADCAST,
     OP_SEND,  // on channels, at both ends
     OP_SHIFT, // one place round
+    OP_ALL_TO_ALL,
     OP_BARRIER,
     COMM_OPS
 } CommOp;
@@ -96,6 +97,8 @@ Comm *comm_split(Comm *parent, int color, int key, const char *name);
 Comm *comm_channel(Comm *parent, int from, int to, const char *name);
 // comm_split, for a group in which shifts travel and no other device memory.
 Comm *comm_ring(Comm *parent, int color, int key, const char *name);
+// comm_split, for a group in which all-to-alls travel and no other device memory.
+Comm *comm_mesh(Comm *parent, int color, int key, const char *name);
 void comm_free(Comm *c);
 // Every Comm alive, for the end-of-run table of counters (a GPU's waits are counted once they are over; here at the latest);
 // returns how many, fills up to max.
@@ -127,6 +130,16 @@ Work comm_receive(Comm *channel, void *buf, size_t count, DType t);
 // Every rank's in [count] goes to its right-hand neighbour's out [count], and this rank's out is its left one's in. in and
 // out are two buffers. A shift is done once the right-hand one takes it, too.
 Work comm_shift(Comm *ring, void *out, const void *in, size_t count, DType t);
+// Some rows of a buffer, from row `first` on.
+typedef struct {
+    size_t first, rows;
+} CommRows;
+// Rows of `width` elements from every rank to every rank, in `parts` parts for each: the rows sent[p·parts + i] of in are part i
+// for rank p, and received[p·parts + i] of out is where part i from rank p goes. A part has as many rows where it is received as
+// where it is sent; 0 is legal. in and out are two buffers; the tables are read before the call returns. An all-to-all is done
+// once all others take their parts, too.
+Work comm_all_to_all(Comm *mesh, void *out, const CommRows *received, const void *in, const CommRows *sent,
+                     int parts, size_t width, DType t);
 // The same on the host's memory.
 Work comm_host_all_reduce(Comm *c, void *buf, size_t count, DType t);
 Work comm_host_all_reduce_max(Comm *c, float *buf, size_t count);
@@ -136,6 +149,8 @@ Work comm_host_broadcast(Comm *c, void *buf, size_t count, DType t, int root);
 Work comm_host_send(Comm *channel, const void *buf, size_t count, DType t);
 Work comm_host_receive(Comm *channel, void *buf, size_t count, DType t);
 Work comm_host_shift(Comm *c, void *out, const void *in, size_t count, DType t);
+Work comm_host_all_to_all(Comm *c, void *out, const CommRows *received, const void *in, const CommRows *sent,
+                          int parts, size_t width, DType t);
 Work comm_barrier(Comm *c); // of the hosts
 
 // Returns once w and everything started before it on its Comm is done (on a GPU: once the compute stream is told to wait

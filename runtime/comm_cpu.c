@@ -44,3 +44,7 @@ Work comm_receive(Comm *channel, void *buf, size_t count, DType t) {
 Work comm_shift(Comm *ring, void *out, const void *in, size_t count, DType t) {
     return comm_host_shift(ring, out, in, count, t);
 }
+Work comm_all_to_all(Comm *mesh, void *out, const CommRows *received, const void *in, const CommRows *sent,
+                     int parts, size_t width, DType t) {
+    return comm_host_all_to_all(mesh, out, received, in, sent, parts, width, t);
+}

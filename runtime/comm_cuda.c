@@ -11,15 +11,15 @@
 //     a group of one  nobody: a copy on the GPU, where two places differ
 //     NCCL            one of its calls for each of ours where shards are equal. ZeRO's differ by an element where ranks do
 //                     not divide the count: then one ncclReduce or ncclBroadcast a shard, in one group of calls, with the
-//                     same bytes. A shift is a send and a receive, in one group of calls, too. In which order it sums is
-//                     NCCL's choice, for all_reduce and reduce_scatter apart.
+//                     same bytes. Shifts and all-to-alls are sends and receives, in one group of calls, too. In which order
+//                     it sums is NCCL's choice, for all_reduce and reduce_scatter apart.
 //     MPI             the ring of comm.c, on the host: buffer down, round the ring, up again. So any number of ranks
 //                     shares a GPU. The host has to be there when a copy has come down (comm_progress), and comm_wait
 //                     stays until the last copy is queued. The works of a group take turns: one buffer a group.
 //
 // Cost: three events a work and two a wait, and a few microseconds of the host. Bytes are counted as comm.c's ring sends them;
 // NCCL may use trees or the switches' sums, and send fewer. With MPI, twice the buffer over PCIe, and page-locked host memory
-// as large as a group's largest buffer, for shifts twice that.
+// as large as a group's largest buffer; for shifts and all-to-alls, as the two buffers of one.
 // NCCL: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/colls.html
 #include "comm_ring.h"
 #include "cuda.h"
@@ -49,6 +49,8 @@ typedef struct Flight {
     const void *in; // device memory, as comm.h says; in place: in == out
     void *out;
     int root;
+    CommRows *received, *sending; // all_to_all: [size, parts], one behind the other
+    int parts;
     size_t sent;
     Moment ready, began, done; // on the compute stream; on the group's stream
     bool begun, queued;        // is all of it on the group's stream, `done` included?
@@ -99,6 +101,7 @@ static void nccl_checked(ncclResult_t result, const char *call, int line) {
 static size_t ring_sends(const Flight *f) {
     const Comm *c = f->comm;
     size_t item = dtype_size(f->type), whole = f->count * item, mine = own_piece(c, f->count, f->type).bytes;
+    size_t rows = 0;
     int right = (c->rank + 1) % c->size;
     size_t next =
         (comm_shard_begin(f->count, c->size, right + 1) - comm_shard_begin(f->count, c->size, right)) * item;
@@ -112,6 +115,10 @@ static size_t ring_sends(const Flight *f) {
         return whole - next;
     case OP_SHIFT:
         return whole;
+    case OP_ALL_TO_ALL:
+        for (int i = 0; i < c->size * f->parts; i++)
+            if (i / f->parts != c->rank) rows += f->sending[i].rows;
+        return rows * whole;
     default: // broadcast, send: the last of the chain sends nothing
         return right == f->root ? 0 : whole;
     }
@@ -150,6 +157,34 @@ static void nccl_shift(const struct CommStream *s, const void *in, void *out, si
     nccl_check(ncclGroupEnd());
 }
 
+// What a rank has for itself in an all-to-all.
+static void copy_own_rows(const Flight *f, cudaStream_t stream) {
+    size_t row = f->count * dtype_size(f->type);
+    for (int i = f->comm->rank * f->parts; i < (f->comm->rank + 1) * f->parts; i++)
+        if (f->sending[i].rows)
+            cuda_check(cudaMemcpyAsync((char *)f->out + f->received[i].first * row,
+                                       (const char *)f->in + f->sending[i].first * row,
+                                       f->sending[i].rows * row, cudaMemcpyDeviceToDevice, stream));
+}
+
+// A message for each part.
+static void nccl_all_to_all(const Flight *f, ncclDataType_t type) {
+    const struct CommStream *s = f->comm->stream;
+    size_t row = f->count * dtype_size(f->type);
+    nccl_check(ncclGroupStart());
+    for (int i = 0; i < f->comm->size * f->parts; i++) {
+        CommRows out = f->sending[i], in = f->received[i];
+        const char *from = (const char *)f->in + out.first * row;
+        char *to = (char *)f->out + in.first * row;
+        int other = i / f->parts;
+        if (other == f->comm->rank) continue;
+        if (out.rows) nccl_check(ncclSend(from, out.rows * f->count, type, other, s->nccl, s->stream));
+        if (in.rows) nccl_check(ncclRecv(to, in.rows * f->count, type, other, s->nccl, s->stream));
+    }
+    nccl_check(ncclGroupEnd());
+    copy_own_rows(f, s->stream);
+}
+
 static void nccl_start(const Flight *f) {
     static const ncclDataType_t type_of[] = {
         [DTYPE_F32] = ncclFloat32, [DTYPE_BF16] = ncclBfloat16, [DTYPE_F64] = ncclFloat64,
@@ -173,6 +208,8 @@ static void nccl_start(const Flight *f) {
         nccl_check(ncclBroadcast(f->in, f->out, f->count, type, f->root, s->nccl, s->stream));
     else if (f->op == OP_SHIFT)
         nccl_shift(s, f->in, f->out, f->count, type);
+    else if (f->op == OP_ALL_TO_ALL)
+        nccl_all_to_all(f, type);
     else if (f->comm->rank == f->root)
         nccl_check(ncclSend(f->in, f->count, type, 1, s->nccl, s->stream));
     else
@@ -197,11 +234,23 @@ static bool from_root(CommOp op) {
     return op == OP_BROADCAST || op == OP_SEND;
 }
 
+// How much of the staging buffer a work needs: what is sent, and behind it what is received where that is another buffer.
+static size_t sent_room(const Flight *f) {
+    size_t bytes = f->count * dtype_size(f->type);
+    return f->op == OP_ALL_TO_ALL ? ring_extent(f->comm, f->sending, f->parts) * bytes : bytes;
+}
+static size_t room_of(const Flight *f) {
+    size_t bytes = f->count * dtype_size(f->type);
+    return f->op == OP_ALL_TO_ALL ? sent_room(f) + ring_extent(f->comm, f->received, f->parts) * bytes
+           : f->op == OP_SHIFT    ? 2 * bytes
+                                  : bytes;
+}
+
 // The ring asks for the buffer, when the works before this one are through: what it reads of it goes down to the host.
 static void *fetch(void *self) {
     Flight *f = self;
     struct CommStream *s = f->comm->stream;
-    size_t bytes = f->count * dtype_size(f->type), room = f->op == OP_SHIFT ? 2 * bytes : bytes;
+    size_t room = room_of(f);
     if (!f->begun) {
         if (!s->host || s->host_bytes < room) {
             if (s->first != f) return NULL; // the last work's buffer may still be on its way up
@@ -213,7 +262,7 @@ static void *fetch(void *self) {
                      (double)s->host_bytes * 1e-9);
             cuda_check(error);
         }
-        Piece down = {0, bytes};
+        Piece down = {0, sent_room(f)};
         if (f->op == OP_ALL_GATHER) down = own_piece(f->comm, f->count, f->type);
         if (from_root(f->op) && f->comm->rank != f->root) down.bytes = 0;
         begin(f);
@@ -225,6 +274,14 @@ static void *fetch(void *self) {
     return cuda_reached(s->down) ? s->host : NULL;
 }
 
+static void put_back_rows(const Flight *f, const char *host) {
+    size_t row = f->count * dtype_size(f->type);
+    for (const CommRows *r = f->received; r < f->received + f->comm->size * f->parts; r++)
+        if (r->rows)
+            cuda_check(cudaMemcpyAsync((char *)f->out + r->first * row, host + r->first * row, r->rows * row,
+                                       cudaMemcpyHostToDevice, f->comm->stream->stream));
+}
+
 // The ring is done: what it has written goes up.
 static void put_back(void *self, size_t sent) {
     Flight *f = self;
@@ -233,7 +290,9 @@ static void put_back(void *self, size_t sent) {
     if (f->op == OP_REDUCE_SCATTER) up = own_piece(f->comm, f->count, f->type);
     if (f->op == OP_SHIFT) up.offset = up.bytes; // behind what it has sent
     if (from_root(f->op) && f->comm->rank == f->root) up.bytes = 0;
-    if (up.bytes)
+    if (f->op == OP_ALL_TO_ALL)
+        put_back_rows(f, s->host + sent_room(f));
+    else if (up.bytes)
         cuda_check(cudaMemcpyAsync(f->out, s->host + up.offset, up.bytes, cudaMemcpyHostToDevice, s->stream));
     f->sent = sent;
     end(f);
@@ -241,23 +300,30 @@ static void put_back(void *self, size_t sent) {
 
 static Work start(Comm *c, Flight flight) {
     struct CommStream *s = c->stream;
+    flight.comm = c;
     if (!s) fail(EXIT_RUNTIME, "group %s carries no device memory: it is older than comm_use", c->name);
     // What warm_up has not done would connect here, and take memory that nobody has counted.
     assert((s->purpose == FOR_SHIFTS) == (flight.op == OP_SHIFT));
+    assert((s->purpose == FOR_ALL_TO_ALLS) == (flight.op == OP_ALL_TO_ALL));
     if (c->size == 1) { // nobody to wait for
         c->count[flight.op].calls++;
-        if (flight.out != flight.in) device_copy(flight.out, flight.in, flight.count * dtype_size(flight.type));
+        if (flight.op == OP_ALL_TO_ALL)
+            copy_own_rows(&flight, compute_stream), free(flight.received);
+        else if (flight.out != flight.in)
+            device_copy(flight.out, flight.in, flight.count * dtype_size(flight.type));
         return (Work){0};
     }
     Flight *f = host_alloc(1, sizeof *f);
     *f = flight;
-    f->comm = c;
     f->ready = device_moment();
     *(s->first ? &s->last->next : &s->first) = f;
     s->last = f;
     if (s->by_ring) { // which also counts and notes it
-        f->sequence =
-            ring_start_staged(c, f->op, f->count, f->type, f->root, (Staged){fetch, put_back, f}).sequence;
+        Staged staged = {fetch, put_back, f};
+        Work w = f->op == OP_ALL_TO_ALL
+                     ? ring_start_staged_rows(c, f->received, f->sending, f->parts, f->count, f->type, staged)
+                     : ring_start_staged(c, f->op, f->count, f->type, f->root, staged);
+        f->sequence = w.sequence;
         return (Work){c, f->sequence, true};
     }
     f->sequence = ++s->started;
@@ -284,6 +350,7 @@ static bool retire(struct CommStream *s) {
         s->done = f->sequence;
         s->first = f->next;
         trace_span(s->comm->name, comm_op_name[f->op], (long)f->sequence, began, done, f->sent);
+        free(f->received);
         free(f);
         if (!s->noted) continue;
         note_done(s->noted, s->done);
@@ -375,6 +442,14 @@ static void warm_up(struct CommStream *s) {
     cuda_check(cudaMemsetAsync(x, 0, n * sizeof *x, s->stream));
     if (s->purpose == FOR_SHIFTS) {
         nccl_shift(s, x, x + 1, 1, ncclFloat32);
+    } else if (s->purpose == FOR_ALL_TO_ALLS) {
+        nccl_check(ncclGroupStart());
+        for (int r = 0; r < s->comm->size; r++)
+            if (r != s->comm->rank) {
+                nccl_check(ncclSend(x + s->comm->rank, 1, ncclFloat32, r, s->nccl, s->stream));
+                nccl_check(ncclRecv(x + r, 1, ncclFloat32, r, s->nccl, s->stream));
+            }
+        nccl_check(ncclGroupEnd());
     } else if (s->purpose == FOR_MESSAGES && s->comm->rank == 0) {
         nccl_check(ncclSend(x, n, ncclFloat32, 1, s->nccl, s->stream));
     } else if (s->purpose == FOR_MESSAGES) {
@@ -474,4 +549,20 @@ Work comm_receive(Comm *channel, void *buf, size_t count, DType t) {
 Work comm_shift(Comm *ring, void *out, const void *in, size_t count, DType t) {
     assert(out != in || count == 0);
     return start(ring, (Flight){.op = OP_SHIFT, .in = in, .out = out, .count = count, .type = t});
+}
+Work comm_all_to_all(Comm *mesh, void *out, const CommRows *received, const void *in, const CommRows *sent,
+                     int parts, size_t width, DType t) {
+    size_t n = (size_t)(mesh->size * parts);
+    CommRows *tables = host_alloc(2 * n, sizeof *tables);
+    memcpy(tables, received, n * sizeof *tables);
+    memcpy(tables + n, sent, n * sizeof *tables);
+    assert(out != in || ring_extent(mesh, sent, parts) * width == 0);
+    return start(mesh, (Flight){.op = OP_ALL_TO_ALL,
+                                .in = in,
+                                .out = out,
+                                .count = width,
+                                .type = t,
+                                .received = tables,
+                                .sending = tables + n,
+                                .parts = parts});
 }

@@ -15,6 +15,11 @@ typedef struct {
 // Starts a collective in place in such a buffer (each rank's shard at its own place), or one end of a message; or a shift,
 // which sends its first [count], and receives behind that in [count] more.
 Work ring_start_staged(Comm *c, CommOp op, size_t count, DType t, int root, Staged staged);
+// An all-to-all in such a buffer: in, as far as its rows reach (ring_extent), and out behind it.
+Work ring_start_staged_rows(Comm *c, const CommRows *received, const CommRows *sent, int parts, size_t width,
+                            DType t, Staged staged);
+// How many rows a buffer has, at least, in which a table of comm_all_to_all has its parts.
+size_t ring_extent(const Comm *c, const CommRows *table, int parts);
 // comm_wait for a work of the ring;
 void ring_wait(Work w);
 // ... and what of it does not count the time.
@@ -31,8 +36,8 @@ Piece own_piece(const Comm *c, size_t count, DType t);
 extern const char *const comm_wait_name[COMM_OPS]; // "wait for all_reduce", ...
 
 // ---- the half, for comm.c ---------------------------------------------------------------------------------------------
-// What travels in a group of comm_split, comm_channel, comm_ring.
-typedef enum { FOR_COLLECTIVES, FOR_MESSAGES, FOR_SHIFTS } Purpose;
+// What travels in a group of comm_split, comm_channel, comm_ring, comm_mesh.
+typedef enum { FOR_COLLECTIVES, FOR_MESSAGES, FOR_SHIFTS, FOR_ALL_TO_ALLS } Purpose;
 void comm_connect(Comm *c, Purpose purpose); // a new group;
 void comm_disconnect(Comm *c);               // before it is freed
 bool comm_advance(void); // moves all that is under way, ring_advance's included. Did anything move?

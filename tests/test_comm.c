@@ -1174,11 +1174,14 @@ static void both_ways(const Circle *a, const Circle *b, Comm *sums) {
     buffer_free(mine, BYTES);
 }
 
-static Circle circle(int color, int key, const char *name, bool on_host) {
-    Circle l = {comm_ring(world, color, key, name), on_host, NULL};
+static Circle circle_of(Comm *c, bool on_host) {
+    Circle l = {c, on_host, NULL};
     l.member = calloc((size_t)l.c->size, sizeof *l.member);
     comm_wait(comm_host_all_gather(l.c, l.member, &world->rank, (size_t)l.c->size, DTYPE_I32));
     return l;
+}
+static Circle circle(int color, int key, const char *name, bool on_host) {
+    return circle_of(comm_ring(world, color, key, name), on_host);
 }
 
 // Where rank 0 is late, its neighbours wait: the right one for what it sends, the left one until it takes.
@@ -1242,6 +1245,144 @@ static void test_shifts_on_a_device(void **state) {
     if (device_count() < comm_host().local_size) return;
     comm_use(TRANSPORT_NCCL);
     try_shifts(false);
+    agree();
+}
+
+// ---- all-to-alls ------------------------------------------------------------------------------------------------------
+
+// One that is under way, and back: what comes is sent home before anybody has waited for it.
+typedef struct {
+    const Circle *l;
+    DType type;
+    size_t row, bytes[2], sent; // bytes of a row, of the two buffers, to others there and back
+    char *here, *there, *home;  // on the host or the device
+    char *is_here, *is_there, *is_home;
+    CommCount before;
+    Work there_and_back;
+} Exchange;
+
+static size_t rows_between(int from, int to, int part, size_t most) {
+    uint32_t h = hash((uint32_t)(1000 + from * 64 + to), (size_t)part);
+    return h % 3 == 0 ? 0 : h / 3 % (most + 1);
+}
+
+// Parts with a row between them, from the buffer's end or from its beginning; returns its rows.
+static size_t lay(CommRows *table, size_t parts, bool from_end) {
+    size_t rows = 1;
+    for (size_t k = 0; k < parts; k++) {
+        CommRows *r = &table[from_end ? parts - 1 - k : k];
+        r->first = rows;
+        rows += r->rows + 1;
+    }
+    return rows;
+}
+
+static Exchange exchange(const Circle *l, int parts, size_t width, size_t most, DType t) {
+    Comm *c = l->c;
+    size_t n = (size_t)(c->size * parts);
+    Exchange x = {.l = l, .type = t, .row = width * dtype_size(t), .before = c->count[OP_ALL_TO_ALL]};
+    CommRows *out = calloc(n, sizeof *out), *in = calloc(n, sizeof *in);
+    for (int k = 0; k < (int)n; k++) {
+        int other = l->member[k / parts], me = l->member[c->rank];
+        out[k].rows = rows_between(me, other, k % parts, most);
+        in[k].rows = rows_between(other, me, k % parts, most);
+        if (other != me) x.sent += (out[k].rows + in[k].rows) * x.row;
+    }
+    x.bytes[0] = lay(out, n, true) * x.row, x.bytes[1] = lay(in, n, false) * x.row;
+    x.is_here = buffer(x.bytes[0]), x.is_there = buffer(x.bytes[1]), x.is_home = buffer(x.bytes[0]);
+    x.home = place(l, x.is_home, x.bytes[0]), x.there = place(l, x.is_there, x.bytes[1]);
+    for (int k = 0; k < (int)n; k++) { // what a part holds, says who sends it to whom
+        int other = l->member[k / parts], me = l->member[c->rank], i = k % parts;
+        char *from = x.is_here + out[k].first * x.row, *to = x.is_there + in[k].first * x.row;
+        for (size_t j = 0; j < out[k].rows * width; j++)
+            put(from + j * dtype_size(t), t, (me * 64 + other) * parts + i, j);
+        for (size_t j = 0; j < in[k].rows * width; j++)
+            put(to + j * dtype_size(t), t, (other * 64 + me) * parts + i, j);
+        if (out[k].rows) memcpy(x.is_home + out[k].first * x.row, from, out[k].rows * x.row);
+    }
+    x.here = place(l, x.is_here, x.bytes[0]);
+    Work (*start)(Comm *, void *, const CommRows *, const void *, const CommRows *, int, size_t, DType) =
+        l->on_host ? comm_host_all_to_all : comm_all_to_all;
+    start(c, x.there, in, x.here, out, parts, width, t);
+    x.there_and_back = start(c, x.home, out, x.there, in, parts, width, t);
+    memset(out, 0xff, n * sizeof *out), memset(in, 0xff, n * sizeof *in);
+    free(out), free(in);
+    return x;
+}
+
+static void exchanged(Exchange *x) {
+    const Circle *l = x->l;
+    const CommCount *now = &l->c->count[OP_ALL_TO_ALL];
+    char *are[] = {x->here, x->there, x->home}, *want[] = {x->is_here, x->is_there, x->is_home};
+    comm_wait(x->there_and_back);
+    for (int i = 0; i < 3; i++) {
+        size_t bytes = x->bytes[i % 2];
+        check(l->on_host ? memcmp(are[i], want[i], bytes) == 0 : same_on_device(are[i], want[i], bytes));
+        give_back(l, are[i], bytes), buffer_free(want[i], bytes);
+    }
+    check(now->calls == x->before.calls + 2 && now->bytes == x->before.bytes + x->sent);
+}
+
+static void late_for_all(const Circle *l) {
+    Comm *c = l->c;
+    double was = c->count[OP_ALL_TO_ALL].exposed_ms;
+    if (!l->on_host) device_synchronize();
+    comm_wait(comm_barrier(c));
+    if (c->rank == 0) nanosleep(&(struct timespec){0, 50000000}, NULL);
+    Exchange x = exchange(l, 9, 1, 20, DTYPE_F32);
+    exchanged(&x);
+    comm_list(NULL, 0);
+    if (c->rank > 0) check(c->count[OP_ALL_TO_ALL].exposed_ms - was > 20);
+}
+
+static void try_all_to_alls(bool on_host) {
+    int before = comm_list(NULL, 0), rank = world->rank;
+    const char *names[] = {"mesh", "back", "half", "alone"};
+    int colors[] = {0, 0, rank % 2, rank}, keys[] = {rank, -rank, -rank, 0};
+    const size_t slice = 512 << 10;
+    Circle mesh[4];
+    for (int i = 0; i < 4; i++) mesh[i] = circle_of(comm_mesh(world, colors[i], keys[i], names[i]), on_host);
+    for (int i = 0; i < 4; i++) {
+        for (DType t = DTYPE_F32; t <= DTYPE_U8; t++)
+            for (int parts = 1; parts <= 4; parts++) {
+                Exchange x = exchange(&mesh[i], parts, 3, 7, t);
+                exchanged(&x);
+            }
+        size_t widest =
+            i == 0 ? 5 * slice / 4 + 1 : slice / 4 + 1; // a row has more slices than there are lanes
+        Exchange wide = exchange(&mesh[i], 1, widest, 1, DTYPE_F32);
+        exchanged(&wide);
+        Exchange none = exchange(&mesh[i], 2, 5, 0, DTYPE_F32);
+        exchanged(&none);
+        for (int op = 0; op < COMM_OPS; op++)
+            check(op == OP_ALL_TO_ALL || op == OP_ALL_GATHER || mesh[i].c->count[op].calls == 0);
+    }
+    check(mesh[3].c->count[OP_ALL_TO_ALL].bytes == 0);
+    Exchange a = exchange(&mesh[0], 2, 1001, 30, DTYPE_F32), b = exchange(&mesh[1], 3, 500, 30, DTYPE_BF16);
+    if (rank % 2) exchanged(&a);
+    exchanged(&b);
+    if (rank % 2 == 0) exchanged(&a);
+    late_for_all(&mesh[1]);
+    for (int i = 3; i >= 0; i--) comm_free(mesh[i].c), free(mesh[i].member);
+    check(comm_list(NULL, 0) == before);
+}
+
+static void test_all_to_alls(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    try_all_to_alls(true);
+    agree();
+}
+
+static void test_all_to_alls_on_a_device(void **state) {
+    (void)state;
+    sigaction(SIGSEGV, &before_cmocka, NULL);
+    comm_use(TRANSPORT_MPI);
+    try_all_to_alls(false);
+    agree();
+    if (device_count() < comm_host().local_size) return;
+    comm_use(TRANSPORT_NCCL);
+    try_all_to_alls(false);
     agree();
 }
 
@@ -1459,6 +1600,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_message_passes_others),
         cmocka_unit_test(test_shifts),
         cmocka_unit_test(test_shifts_on_a_device),
+        cmocka_unit_test(test_all_to_alls),
+        cmocka_unit_test(test_all_to_alls_on_a_device),
     };
     // A rank that leaves a test must not leave the others waiting.
     setenv("CMOCKA_TEST_ABORT", "1", 1);

@@ -37,12 +37,12 @@ def mpirun(n, program, *arguments, options=(), **env):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_collectives(program, ranks):
     r = run_program(program, [], ranks)
-    assert r.code == 0 and "[  PASSED  ] 25 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 27 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 def test_collectives_without_mpi(program_without_mpi):
     r = run_program(program_without_mpi, [])
-    assert r.code == 0 and "[  PASSED  ] 25 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 27 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 # ---- on a device's memory, which here is the emulator's -----------------------------------------------------------
@@ -51,12 +51,13 @@ def test_collectives_without_mpi(program_without_mpi):
 def test_collectives_on_a_device(program_on_emulator, ranks, seed):
     """In three orders of its streams: the compute stream first, the others first, any."""
     r = run_program(program_on_emulator, [], ranks, env={"EMU_SEED": str(seed)})
-    assert r.code == 0 and "[  PASSED  ] 25 test(s)" in r.stdout + r.stderr, f"{r}"
+    assert r.code == 0 and "[  PASSED  ] 27 test(s)" in r.stdout + r.stderr, f"{r}"
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_shifts_in_larger_rings(program, ranks):
-    r = run_program(program, [], ranks, env={"TESTS": "test_shifts"})
+@pytest.mark.parametrize("what", ["test_shifts", "test_all_to_alls"])
+def test_in_larger_rings(program, ranks, what):
+    r = run_program(program, [], ranks, env={"TESTS": what})
     assert r.code == 0 and "[  PASSED  ] 1 test(s)" in r.stdout + r.stderr, f"{r}"
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 and Llama → our file → the same logits, and back → the same bits."""
+"""Hugging Face's GPT-2, Llama and Mixtral → our file → the same logits, and back → the same bits."""
 
 import contextlib
 import io
@@ -41,12 +41,28 @@ CONFIGS = {
     ),
 }
 CONFIGS["llama-tied"] = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "tie_word_embeddings": True})
+CONFIGS["mixtral"] = transformers.MixtralConfig(
+    vocab_size=97,
+    max_position_embeddings=40,
+    hidden_size=48,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    rope_theta=500000.0,
+    num_local_experts=5,
+    num_experts_per_tok=3,
+)
 FLAGS = {
     "gpt2": "--arch gpt2 --layers 3 --heads 4 --kv-heads 4 --hidden 48 --ffn 112 --vocab 97 --seq 40",
     "llama": "--arch llama --layers 3 --heads 6 --kv-heads 2 --hidden 48 --ffn 80 --vocab 97 --seq 40"
     " --rope-theta 500000",
 }
 FLAGS["llama-tied"] = FLAGS["llama"] + " --tie"
+FLAGS["mixtral"] = (
+    "--arch llama --layers 2 --heads 6 --kv-heads 2 --hidden 48 --ffn 32 --vocab 97 --seq 40"
+    " --rope-theta 500000 --experts 5 --topk 3 --expert-ffn 32"
+)
 
 
 def model_of(config):
@@ -200,6 +216,15 @@ REFUSED = [
     ("llama", "model_type", "mistral"),
     ("llama", "vocab_size", 98),
     ("llama", "intermediate_size", 0),
+    ("mixtral", "num_experts_per_tok", 1),
+    ("mixtral", "num_experts_per_tok", 6),
+    ("mixtral", "num_local_experts", 4),
+    ("mixtral", "num_local_experts", 6),
+    ("mixtral", "num_local_experts", None),
+    ("mixtral", "rms_norm_eps", 1e-6),
+    ("mixtral", "sliding_window", 16),
+    ("mixtral", "intermediate_size", 48),
+    ("mixtral", "model_type", "qwen2_moe"),
     ("gpt2", "activation_function", "relu"),
     ("gpt2", "layer_norm_epsilon", 1e-6),
     ("gpt2", "scale_attn_weights", False),
@@ -213,6 +238,11 @@ REFUSED = [
     ("gpt2", "n_positions", None),  # None: the key is missing
 ]
 NAMED = {  # where the message speaks of something else than the key
+    "num_experts_per_tok 1": "topk is 1,",
+    "num_experts_per_tok 6": "topk is 6,",
+    "num_local_experts 4": "experts.4.w1.weight has no place",
+    "num_local_experts 6": "block_sparse_moe.experts.5.w1.weight is missing",
+    "intermediate_size 48": "w1.weight",
     "rope_parameters": "rope_scaling",
     "num_key_value_heads": "kv_heads",
     "vocab_size": "embed_tokens",
@@ -233,7 +263,7 @@ def test_what_our_model_cannot_hold_is_named(tmp_path, name, key, value):
         del config[key]
     path.write_text(json.dumps(config))
     said = script("import", tmp_path / "hf", tmp_path / "ours.safetensors", code=2)
-    assert NAMED.get(key, key) in said, said
+    assert NAMED.get(f"{key} {value}", NAMED.get(key, key)) in said, said
     assert not (tmp_path / "ours.safetensors").exists()
 
 
@@ -243,9 +273,9 @@ def test_export_refuses_what_hugging_face_cannot_hold(there, tmp_path):
     with hf.safe_open(ours, "pt") as f:
         meta = f.metadata()
     out = tmp_path / "out"
-    more = tensors | {"blocks.0.mlp.router.weight": torch.zeros(4, 48)}
+    more = tensors | {"blocks.0.mlp.router.balance": torch.zeros(5)}
     save_file(more, tmp_path / "extra.safetensors", metadata=meta)
-    assert "blocks.0.mlp.router.weight has no place" in script("export", tmp_path / "extra.safetensors", out, code=2)
+    assert "blocks.0.mlp.router.balance has no place" in script("export", tmp_path / "extra.safetensors", out, code=2)
     del tensors["norm.weight"]
     save_file(tensors, tmp_path / "less.safetensors", metadata=meta)
     assert "norm.weight is missing" in script("export", tmp_path / "less.safetensors", out, code=2)
@@ -259,3 +289,47 @@ def test_export_refuses_what_hugging_face_cannot_hold(there, tmp_path):
     if name == "gpt2":
         assert "kv_heads" in script("export", ours, out, "--kv-heads", 2, code=2)
     assert not out.exists()
+
+
+NOT_MIXTRAL = [
+    ("router", "sigmoid", "router is sigmoid"),
+    ("shared_experts", 1, "shared_experts is 1"),
+    ("moe_every", 2, "moe_every is 2"),
+    ("route_nodes", 1, "route_nodes is 1 of 5"),
+    ("topk", 1, "topk is 1,"),
+    ("topk", 6, "topk is 6,"),
+    ("arch", "gpt2", "arch is gpt2"),
+    ("expert_ffn", 31, "experts.0.gate.weight"),
+    ("experts", 4, "experts.4.down.weight has no place"),
+    ("experts", "five", "five"),
+]
+
+
+@pytest.mark.parametrize("key,value,said", NOT_MIXTRAL)
+def test_experts_that_mixtral_cannot_hold_are_named(tmp_path, key, value, said):
+    model_of(CONFIGS["mixtral"]).save_pretrained(tmp_path / "hf")
+    ours, other = tmp_path / "ours.safetensors", tmp_path / "other.safetensors"
+    script("import", tmp_path / "hf", ours)
+    with hf.safe_open(ours, "pt") as f:
+        meta = f.metadata()
+    save_file(load_file(ours), other, metadata=meta | {"route_groups": "5", "route_nodes": "5"})
+    script("export", other, tmp_path / "groups that limit nothing")
+    save_file(load_file(ours), other, metadata=meta | {"route_groups": "5", "route_nodes": "5", key: str(value)})
+    assert said in script("export", other, tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_balance_loss_is_that_of_mixtral(tmp_path):
+    """Theirs is of one layer and one batch, and counts an expert's tokens where ours has its share of all k choices."""
+    model = model_of(CONFIGS["mixtral"])
+    model.save_pretrained(tmp_path / "hf")
+    script("import", tmp_path / "hf", tmp_path / "ours.safetensors")
+    ours = reference.load_model(tmp_path / "ours.safetensors")
+    theirs = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
+    tokens = torch.from_numpy(np.random.RandomState(3).randint(0, 97, (4, 40)))
+    with torch.no_grad():
+        ours(tokens)
+        layers = model(tokens, output_router_logits=True).router_logits  # [4 · 40, 5] each
+        for router, x in zip(ours.routers(), layers, strict=True):
+            mean = sum(theirs((one,), 5, 3).item() for one in x.split(40)) / 4 / 3
+            assert mean > 1.001 and close(router.balance_loss().item(), mean, 1e-5)
