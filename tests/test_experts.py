@@ -123,18 +123,32 @@ def test_bytes_are_what_the_routing_says(ranks, dp, flags, precision, train, sho
     assert sent * tp == sum(row["sent"] for row in r.one("end")["experts"]) == sum(row["received"] for row in r.one("end")["experts"])
 
 
-@pytest.mark.parametrize("ranks, dp, more", [(2, 2, "--ep 2"), (4, 4, "--ep 4 --recompute full"), (4, 2, "--ep 2 --tp 2")], ids=str)
+EVEN = [(2, 2, "--ep 2"), (4, 4, "--ep 4 --recompute full --zero 2"), (4, 2, "--ep 2 --tp 2 --sp"), (4, 2, "--ep 2 --cp 2 --zero 1"),
+        (4, 4, "--ep 2 --zero 3 --bucket-mb 0 --layers 4")]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks, dp, more", EVEN, ids=str)
 def test_bytes_of_an_even_routing(ranks, dp, more, train, short):
-    """Where each token goes to all experts: of tokens·k·C, 1 − 1/ep leave the rank, each time. So says a dry run, too."""
-    flags, ep, k = f"--experts 4 --topk 4 {more}", int(more.split()[1]), 4
-    r = train(*layout(short, flags, dp, 1, SHORT), "--steps", 3, ranks=ranks)
-    times = LAYERS * (6 if "full" in more else 4) * 3
-    each = SHORT // dp * SEQ * k * C * 4 * (ep - 1) // ep
-    assert all_to_all(r) == dict.fromkeys(range(ranks), times * each), f"{r}"
-    said = dry_run(*layout(short, flags, dp, 1, SHORT), "--ranks", ranks)
-    told = LAYERS * (ep - 1) * 4 * 4  # how many copies there are for each expert
-    assert said["sent_over_ep"] == times // 3 * each + told
-    assert [e["router"]["load"] for e in r.events("step")] == [1, 1, 1]
+    """Where each token goes to all experts: of tokens·k·C, 1 − 1/ep leave the rank, each time. So says a dry run; and of what goes
+    over all groups in a step, too."""
+    flags, ep, k, layers = f"--experts 4 --topk 4 {more}", int(more.split()[1]), 4, 4 if "layers" in more else LAYERS
+    run = layout(short, flags, dp, 1, SHORT)
+    if "--layers" in more:
+        at = run.index("--layers")
+        del run[at : at + 2]
+    runs = [train(*run, "--steps", steps, ranks=ranks) for steps in (1, 3)]
+    copies = SHORT // dp * SEQ // (2 if "--cp" in more else 1) * k
+    times = layers * (6 if "full" in more else 4)
+    each = copies * C * 4 * (ep - 1) // ep
+    for r, steps in zip(runs, (1, 3)):
+        assert all_to_all(r) == dict.fromkeys(range(ranks), steps * times * each), f"{r}"
+        assert [e["router"]["load"] for e in r.events("step")] == [1] * steps
+    said = dry_run(*run, "--ranks", ranks)
+    told = layers * (ep - 1) * 4 * 4  # how many copies there are for each expert
+    assert said["sent_over_ep"] == times * each + told
+    for rank in range(ranks):
+        a, b = (sum(row["bytes"] for row in r.one("end")["comm"] if row["rank"] == rank and row["group"] != "world") for r in runs)
+        assert abs(b - a - 2 * said["sent_per_step"]) <= 2 * 64, (rank, (b - a) / 2, said["sent_per_step"])
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------
