@@ -35,6 +35,7 @@ void moe_router_forward(float *logits, const floatX *inp, const floatX *weight, 
             for (size_t c = 0; c < C; c++) sum += to_float(x[c]) * to_float(w[c]);
             logits[n * E + e] = sum;
         }
+    kernel_flops.gemm_forward += 2.0 * N * C * E;
 }
 
 void moe_router_backward_input(floatX *dinp, const float *dlogits, const floatX *weight, size_t N, size_t C,
@@ -55,6 +56,7 @@ void moe_router_backward_input(floatX *dinp, const float *dlogits, const floatX 
             }
             for (size_t c = 0; c < width; c++) d[c] = to_floatX(sum[c]);
         }
+    kernel_flops.gemm_backward += 2.0 * N * C * E;
 }
 
 size_t moe_router_workspace(size_t N, size_t C, size_t E) {
@@ -80,6 +82,7 @@ void moe_router_backward_weight(floatX *dweight, const float *dlogits, const flo
             floatX *d = dweight + e * C + first;
             for (size_t c = 0; c < width; c++) d[c] = to_floatX(to_float(d[c]) + sum[c]);
         }
+    kernel_flops.gemm_backward += 2.0 * N * C * E;
 }
 
 // ---- the choice -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,257 @@
+// grouped_gemm on a GPU: the experts' products, those of all groups in one launch.
+//
+// Each of the three is out [i,j] (+)= Σ_r a [i,r] · b [j,r], whose operands lie in memory this way round or the other. A block has
+// a tile of one group's result; rows of two groups never meet in a tile, so that the last one of a group may be almost empty:
+//
+//                        i                     j       r
+//     forward            a group's rows        N       K        out = inp · weightᵀ + bias
+//     backward input     a group's rows        K       N        dinp = dout · weight
+//     backward weight    N                     K       a group's rows     dweight += doutᵀ · inp
+//
+//     b  [64,32]ᵀ  ┌────────┐
+//                  └────────┘     32 of r at a time pass through shared memory, in the order of r; the next ones are on their way
+//     a  [64,32]   ┌────────┐     to registers while these are multiplied. bf16: mma.sync, 32×32 a warp; fp32: 8×4 a thread.
+//        ┌──┐      │  sum   │
+//        └──┘      └────────┘
+//
+// Where a group begins only the host knows; the table goes along with the launch.
+// Cost: 2·M·N·K operations. A tile of a and one of b, 8 KB in bf16, are loaded for 2·64·64·32 of them: enough for the experts of
+// a model in training, not a library's product (matmul.cu); with one group that is several times as fast on Hopper.
+#include "kernels/cuda.cuh"
+
+enum { TILE = 64, DEPTH = 32, THREADS = 128, MOST_GROUPS = 256 }; // more groups: another launch
+
+// Of the groups of a launch: in which row the first begins, where the rows of each end, and where its tiles do.
+struct Table {
+    uint32_t begin, end[MOST_GROUPS], tiles[MOST_GROUPS];
+};
+
+struct Product {
+    floatX *out; // [I,J]
+    const floatX *a, *b;
+    size_t lda, ldb;    // element (i, r) is a[i·lda + r], turned a[r·lda + i]
+    const floatX *bias; // NULL: none
+    size_t I, J, R;     // of which one, of the rows, is the table's
+    size_t stride;      // from one group's weight and bias to the next one's
+    bool round;         // --matmul bf16
+};
+
+// ---------------------------------------------------------------------------------------------------------
+// Tiles in shared memory, [64,32] or turned [32,64], and what is made of two.
+template <bool TURNED>
+constexpr int PITCH = (TURNED ? TILE : DEPTH) + VECTOR; // so that rows begin in other banks
+
+template <bool TURNED> struct Tile {
+    static constexpr int ROWS = TURNED ? DEPTH : TILE, COLS = TURNED ? TILE : DEPTH;
+    alignas(16) floatX x[ROWS][PITCH<TURNED>];
+};
+
+// A thread's part of a tile on its way, V elements at a time.
+template <bool TURNED, int V> struct Pieces {
+    static constexpr int COLS = Tile<TURNED>::COLS, N = TILE * DEPTH / THREADS / V;
+    Vec<floatX, V> v[N];
+
+    // The tile whose first element is (i, r); 0 beyond i_end and r_end.
+    __device__ void fetch(const floatX *x, size_t ld, size_t i, size_t i_end, size_t r, size_t r_end) {
+        const size_t row = TURNED ? r : i, rows = TURNED ? r_end : i_end;
+        const size_t col = TURNED ? i : r, cols = TURNED ? i_end : r_end;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const int at = (k * THREADS + threadIdx.x) * V;
+            const size_t my_row = row + at / COLS, my_col = col + at % COLS;
+            v[k] = {};
+            if (IN_RANGE(my_row < rows && my_col < cols)) v[k] = load<V>(x + my_row * ld + my_col);
+        }
+    }
+    __device__ void put(Tile<TURNED> &tile, bool round) const {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const int at = (k * THREADS + threadIdx.x) * V;
+            Vec<floatX, V> rounded = v[k];
+#ifndef PRECISION_BF16
+            for (int j = 0; j < V; j++) rounded.x[j] = product_input(rounded.x[j], round);
+#else
+            (void)round;
+#endif
+            store(&tile.x[at / COLS][at % COLS], rounded);
+        }
+    }
+};
+
+#ifdef PRECISION_BF16
+
+// 16 × 16 of a tile from (i, r) on, as mma_bf16 takes a: quarters (0,0), (8,0), (0,8), (8,8) of (i, r).
+static __device__ inline void quarters(uint32_t (&q)[4], const Tile<false> &t, int i, int r) {
+    const int lane = threadIdx.x % WARP;
+    ldmatrix_x4(q, &t.x[i + lane % 16][r + lane / 16 * 8]);
+}
+static __device__ inline void quarters(uint32_t (&q)[4], const Tile<true> &t, int i, int r) {
+    const int lane = threadIdx.x % WARP;
+    ldmatrix_x4_trans(q, &t.x[r + lane / 16 * 8 + lane % 8][i + lane / 8 % 2 * 8]);
+}
+
+// A warp has 32 × 32 of the tile: 2 × 4 results of mma_bf16.
+struct Sum {
+    float x[2][4][4];
+
+    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b) {
+        const int i = threadIdx.x / WARP / 2 * 32, j = threadIdx.x / WARP % 2 * 32;
+#pragma unroll
+        for (int r = 0; r < DEPTH; r += 16) {
+            uint32_t left[2][4], right[2][4];
+            for (int k = 0; k < 2; k++)
+                quarters(left[k], a, i + 16 * k, r), quarters(right[k], b, j + 16 * k, r);
+            for (int k = 0; k < 2; k++)
+                for (int l = 0; l < 4; l++)
+                    mma_bf16(x[k][l], left[k], right[l / 2][l % 2], right[l / 2][l % 2 + 2]);
+        }
+    }
+    // write(i, j, two neighbours along j)
+    template <typename Write> __device__ void each(Write write) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        const int i = warp / 2 * 32 + lane / 4, j = warp % 2 * 32 + lane % 4 * 2;
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int l = 0; l < 4; l++) {
+                write(i + 16 * k, j + 8 * l, x[k][l][0], x[k][l][1]);
+                write(i + 16 * k + 8, j + 8 * l, x[k][l][2], x[k][l][3]);
+            }
+    }
+};
+
+#else
+
+static __device__ inline float element(const Tile<false> &t, int i, int r) {
+    return t.x[i][r];
+}
+static __device__ inline float element(const Tile<true> &t, int i, int r) {
+    return t.x[r][i];
+}
+
+// A thread has 8 rows, each eighth, and 2 times 2 neighbours in them.
+struct Sum {
+    float x[8][4];
+
+    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b) {
+        const int i = threadIdx.x / 16, j = threadIdx.x % 16 * 2;
+#pragma unroll 4
+        for (int r = 0; r < DEPTH; r++) {
+            float left[8], right[4];
+            for (int k = 0; k < 8; k++) left[k] = element(a, i + 8 * k, r);
+            for (int l = 0; l < 4; l++) right[l] = element(b, j + l / 2 * 32 + l % 2, r);
+            for (int k = 0; k < 8; k++)
+                for (int l = 0; l < 4; l++) x[k][l] += left[k] * right[l];
+        }
+    }
+    template <typename Write> __device__ void each(Write write) const {
+        const int i = threadIdx.x / 16, j = threadIdx.x % 16 * 2;
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            for (int l = 0; l < 4; l += 2) write(i + 8 * k, j + l * 16, x[k][l], x[k][l + 1]);
+    }
+};
+
+#endif
+
+// ---------------------------------------------------------------------------------------------------------
+// TA, TB: a and b are turned. BY_ROWS: the groups' rows are i; else they are r, and out is the weight's gradient, += .
+template <bool TA, bool TB, bool BY_ROWS, int V>
+static __global__ void __launch_bounds__(THREADS) grouped_gemm_kernel(Product p, Table t) {
+    __shared__ Tile<TA> a_tile;
+    __shared__ Tile<TB> b_tile;
+    unsigned g = blockIdx.z, tile = blockIdx.y;
+    while (BY_ROWS && t.tiles[g] <= tile) g++; // the first one that ends behind this tile
+    if (BY_ROWS && g) tile -= t.tiles[g - 1];
+    const size_t begin = g ? t.end[g - 1] : t.begin, end = t.end[g], offset = g * p.stride;
+    const size_t i = (BY_ROWS ? begin : 0) + (size_t)tile * TILE, i_end = BY_ROWS ? end : p.I;
+    const size_t j = (size_t)blockIdx.x * TILE, r_end = BY_ROWS ? p.R : end;
+    const floatX *b = p.b + (BY_ROWS ? offset : 0);
+    floatX *out = p.out + (BY_ROWS ? 0 : offset);
+    size_t r = BY_ROWS ? 0 : begin;
+    if (r == r_end) return; // a group without rows
+
+    Sum sum = {};
+    Pieces<TA, V> next_a;
+    Pieces<TB, V> next_b;
+    next_a.fetch(p.a, p.lda, i, i_end, r, r_end);
+    next_b.fetch(b, p.ldb, j, p.J, r, r_end);
+    while (r < r_end) {
+        next_a.put(a_tile, p.round);
+        next_b.put(b_tile, p.round);
+        __syncthreads();
+        r += DEPTH;
+        next_a.fetch(p.a, p.lda, i, i_end, r, r_end);
+        next_b.fetch(b, p.ldb, j, p.J, r, r_end);
+        sum.add(a_tile, b_tile);
+        __syncthreads();
+    }
+    sum.each([&](int row, int col, float x0, float x1) {
+        const float x[2] = {x0, x1};
+        for (int k = 0; k < 2; k++) {
+            const size_t column = j + col + k;
+            if (!IN_RANGE(i + row < i_end && column < p.J)) continue;
+            floatX *to = out + (i + row) * p.J + column;
+            const float more = !BY_ROWS ? to_float(*to) : p.bias ? to_float(p.bias[offset + column]) : 0;
+            *to = to_floatX(x[k] + more);
+        }
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------
+template <bool TA, bool TB, bool BY_ROWS> static void launch(Product p, const size_t *rows, size_t groups) {
+    const bool aligned = aligned16((p.lda | p.ldb | p.stride) * sizeof(floatX), p.a, p.b);
+    size_t row = 0;
+    p.round = matmul_inputs_bf16;
+    for (size_t first = 0; first < groups; first += MOST_GROUPS) {
+        const unsigned left = groups - first, n = min(left, (unsigned)MOST_GROUPS);
+        Table t = {};
+        unsigned tiles = 0;
+        t.begin = row;
+        for (unsigned g = 0; g < n; g++) {
+            t.end[g] = row += rows[first + g];
+            t.tiles[g] = tiles += ceil_div<size_t>(rows[first + g], TILE);
+        }
+        const dim3 grid(ceil_div<size_t>(p.J, TILE), BY_ROWS ? tiles : ceil_div<size_t>(p.I, TILE),
+                        BY_ROWS ? 1 : n);
+        if (tiles && aligned)
+            grouped_gemm_kernel<TA, TB, BY_ROWS, VECTOR><<<grid, THREADS, 0, compute_stream>>>(p, t);
+        else if (tiles)
+            grouped_gemm_kernel<TA, TB, BY_ROWS, 1><<<grid, THREADS, 0, compute_stream>>>(p, t);
+        launched("grouped_gemm");
+        if (BY_ROWS)
+            p.b += n * p.stride;
+        else
+            p.out += n * p.stride;
+        if (p.bias) p.bias += n * p.stride;
+    }
+}
+
+static double flops(const size_t *rows, size_t groups, size_t K, size_t N) {
+    double M = 0;
+    for (size_t g = 0; g < groups; g++) M += rows[g];
+    return 2 * M * N * K;
+}
+
+void grouped_gemm_forward(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
+                          const size_t *rows, size_t groups, size_t stride, size_t K, size_t N, void *) {
+    launch<false, false, true>({out, inp, weight, K, K, bias, 0, N, K, stride, false}, rows, groups);
+    kernel_flops.gemm_forward += flops(rows, groups, K, N);
+}
+
+void grouped_gemm_backward_input(floatX *dinp, const floatX *dout, const floatX *weight, const size_t *rows,
+                                 size_t groups, size_t stride, size_t K, size_t N, void *) {
+    launch<false, true, true>({dinp, dout, weight, N, K, NULL, 0, K, N, stride, false}, rows, groups);
+    kernel_flops.gemm_backward += flops(rows, groups, K, N);
+}
+
+void grouped_gemm_backward_weight(floatX *dweight, const floatX *dout, const floatX *inp, const size_t *rows,
+                                  size_t groups, size_t stride, size_t K, size_t N, void *) {
+    launch<true, true, false>({dweight, dout, inp, N, K, NULL, N, K, 0, stride, false}, rows, groups);
+    kernel_flops.gemm_backward += flops(rows, groups, K, N);
+}
+
+// The products need none; the bias's gradient (matmul_backward_bias) does, and comes with them.
+size_t grouped_gemm_workspace(size_t M, size_t K, size_t N) {
+    return matmul_workspace(M, K, N);
+}
