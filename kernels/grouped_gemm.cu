@@ -10,7 +10,7 @@
 //
 //     b  [64,32]ᵀ  ┌────────┐
 //                  └────────┘     32 of r at a time pass through shared memory, in the order of r; the next ones are on their way
-//     a  [64,32]   ┌────────┐     to registers while these are multiplied. bf16: mma.sync, 32×32 a warp; fp32: 8×4 a thread.
+//     a  [64,32]   ┌────────┐     there while these are multiplied. bf16: mma.sync, 32×32 a warp; fp32: 8×4 a thread.
 //        ┌──┐      │  sum   │
 //        └──┘      └────────┘
 //
@@ -29,11 +29,11 @@ struct Table {
 struct Product {
     floatX *out; // [I,J]
     const floatX *a, *b;
-    size_t lda, ldb;    // element (i, r) is a[i·lda + r], turned a[r·lda + i]
-    const floatX *bias; // NULL: none
-    size_t I, J, R;     // of which one, of the rows, is the table's
-    size_t stride;      // from one group's weight and bias to the next one's
-    bool round;         // --matmul bf16
+    size_t lda, ldb;     // element (i, r) is a[i·lda + r], turned a[r·lda + i]
+    const floatX *bias;  // NULL: none
+    size_t I, J, R;      // of which one, of the rows, is the table's
+    size_t stride;       // from one group's weight and bias to the next one's
+    bool round, aligned; // --matmul bf16; is 16 bytes at a time a way to read a and b?
 };
 
 // ---------------------------------------------------------------------------------------------------------
@@ -46,37 +46,26 @@ template <bool TURNED> struct Tile {
     alignas(16) floatX x[ROWS][PITCH<TURNED>];
 };
 
-// A thread's part of a tile on its way, V elements at a time.
-template <bool TURNED, int V> struct Pieces {
-    static constexpr int COLS = Tile<TURNED>::COLS, N = TILE * DEPTH / THREADS / V;
-    Vec<floatX, V> v[N];
-
-    // The tile whose first element is (i, r); 0 beyond i_end and r_end.
-    __device__ void fetch(const floatX *x, size_t ld, size_t i, size_t i_end, size_t r, size_t r_end) {
-        const size_t row = TURNED ? r : i, rows = TURNED ? r_end : i_end;
-        const size_t col = TURNED ? i : r, cols = TURNED ? i_end : r_end;
+// The tile whose first element is (i, r), with 0 beyond i_end and r_end.
+template <bool TURNED>
+static __device__ inline void fetch(Tile<TURNED> &tile, const floatX *x, size_t ld, size_t i, size_t i_end,
+                                    size_t r, size_t r_end, bool aligned) {
+    constexpr int COLS = Tile<TURNED>::COLS;
+    const size_t row = TURNED ? r : i, rows = TURNED ? r_end : i_end;
+    const size_t col = TURNED ? i : r, cols = TURNED ? i_end : r_end;
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            const int at = (k * THREADS + threadIdx.x) * V;
-            const size_t my_row = row + at / COLS, my_col = col + at % COLS;
-            v[k] = {};
-            if (IN_RANGE(my_row < rows && my_col < cols)) v[k] = load<V>(x + my_row * ld + my_col);
+    for (int at = threadIdx.x * VECTOR; at < TILE * DEPTH; at += THREADS * VECTOR) {
+        const size_t my_row = row + at / COLS, my_col = col + at % COLS;
+        floatX *to = &tile.x[at / COLS][at % COLS];
+        const floatX *from = x + my_row * ld + my_col;
+        if (aligned) {
+            cp_async_16(to, from, IN_RANGE(my_row < rows && my_col < cols) ? 16 : 0);
+        } else {
+            for (int v = 0; v < VECTOR; v++)
+                to[v] = IN_RANGE(my_row < rows && my_col + v < cols) ? from[v] : to_floatX(0);
         }
     }
-    __device__ void put(Tile<TURNED> &tile, bool round) const {
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            const int at = (k * THREADS + threadIdx.x) * V;
-            Vec<floatX, V> rounded = v[k];
-#ifndef PRECISION_BF16
-            for (int j = 0; j < V; j++) rounded.x[j] = product_input(rounded.x[j], round);
-#else
-            (void)round;
-#endif
-            store(&tile.x[at / COLS][at % COLS], rounded);
-        }
-    }
-};
+}
 
 #ifdef PRECISION_BF16
 
@@ -94,7 +83,7 @@ static __device__ inline void quarters(uint32_t (&q)[4], const Tile<true> &t, in
 struct Sum {
     float x[2][4][4];
 
-    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b) {
+    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b, bool) {
         const int i = threadIdx.x / WARP / 2 * 32, j = threadIdx.x / WARP % 2 * 32;
 #pragma unroll
         for (int r = 0; r < DEPTH; r += 16) {
@@ -122,24 +111,24 @@ struct Sum {
 
 #else
 
-static __device__ inline float element(const Tile<false> &t, int i, int r) {
-    return t.x[i][r];
+static __device__ inline float element(const Tile<false> &t, int i, int r, bool round) {
+    return product_input(t.x[i][r], round);
 }
-static __device__ inline float element(const Tile<true> &t, int i, int r) {
-    return t.x[r][i];
+static __device__ inline float element(const Tile<true> &t, int i, int r, bool round) {
+    return product_input(t.x[r][i], round);
 }
 
 // A thread has 8 rows, each eighth, and 2 times 2 neighbours in them.
 struct Sum {
     float x[8][4];
 
-    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b) {
+    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b, bool round) {
         const int i = threadIdx.x / 16, j = threadIdx.x % 16 * 2;
 #pragma unroll 4
         for (int r = 0; r < DEPTH; r++) {
             float left[8], right[4];
-            for (int k = 0; k < 8; k++) left[k] = element(a, i + 8 * k, r);
-            for (int l = 0; l < 4; l++) right[l] = element(b, j + l / 2 * 32 + l % 2, r);
+            for (int k = 0; k < 8; k++) left[k] = element(a, i + 8 * k, r, round);
+            for (int l = 0; l < 4; l++) right[l] = element(b, j + l / 2 * 32 + l % 2, r, round);
             for (int k = 0; k < 8; k++)
                 for (int l = 0; l < 4; l++) x[k][l] += left[k] * right[l];
         }
@@ -156,10 +145,10 @@ struct Sum {
 
 // ---------------------------------------------------------------------------------------------------------
 // TA, TB: a and b are turned. BY_ROWS: the groups' rows are i; else they are r, and out is the weight's gradient, += .
-template <bool TA, bool TB, bool BY_ROWS, int V>
+template <bool TA, bool TB, bool BY_ROWS>
 static __global__ void __launch_bounds__(THREADS) grouped_gemm_kernel(Product p, Table t) {
-    __shared__ Tile<TA> a_tile;
-    __shared__ Tile<TB> b_tile;
+    __shared__ Tile<TA> a_tile[2];
+    __shared__ Tile<TB> b_tile[2];
     unsigned g = blockIdx.z, tile = blockIdx.y;
     while (BY_ROWS && t.tiles[g] <= tile) g++; // the first one that ends behind this tile
     if (BY_ROWS && g) tile -= t.tiles[g - 1];
@@ -172,18 +161,18 @@ static __global__ void __launch_bounds__(THREADS) grouped_gemm_kernel(Product p,
     if (r == r_end) return; // a group without rows
 
     Sum sum = {};
-    Pieces<TA, V> next_a;
-    Pieces<TB, V> next_b;
-    next_a.fetch(p.a, p.lda, i, i_end, r, r_end);
-    next_b.fetch(b, p.ldb, j, p.J, r, r_end);
-    while (r < r_end) {
-        next_a.put(a_tile, p.round);
-        next_b.put(b_tile, p.round);
-        __syncthreads();
+    auto fetch_next = [&](int stage) {
+        if (r < r_end) fetch(a_tile[stage], p.a, p.lda, i, i_end, r, r_end, p.aligned);
+        if (r < r_end) fetch(b_tile[stage], b, p.ldb, j, p.J, r, r_end, p.aligned);
+        cp_async_commit();
         r += DEPTH;
-        next_a.fetch(p.a, p.lda, i, i_end, r, r_end);
-        next_b.fetch(b, p.ldb, j, p.J, r, r_end);
-        sum.add(a_tile, b_tile);
+    };
+    fetch_next(0);
+    for (int stage = 0; r < r_end + DEPTH; stage ^= 1) { // r: of the next ones
+        fetch_next(stage ^ 1);
+        cp_async_wait<1>();
+        __syncthreads();
+        sum.add(a_tile[stage], b_tile[stage], p.round);
         __syncthreads();
     }
     sum.each([&](int row, int col, float x0, float x1) {
@@ -200,9 +189,9 @@ static __global__ void __launch_bounds__(THREADS) grouped_gemm_kernel(Product p,
 
 // ---------------------------------------------------------------------------------------------------------
 template <bool TA, bool TB, bool BY_ROWS> static void launch(Product p, const size_t *rows, size_t groups) {
-    const bool aligned = aligned16((p.lda | p.ldb | p.stride) * sizeof(floatX), p.a, p.b);
     size_t row = 0;
     p.round = matmul_inputs_bf16;
+    p.aligned = aligned16((p.lda | p.ldb | p.stride) * sizeof(floatX), p.a, p.b);
     for (size_t first = 0; first < groups; first += MOST_GROUPS) {
         const unsigned left = groups - first, n = min(left, (unsigned)MOST_GROUPS);
         Table t = {};
@@ -214,10 +203,7 @@ template <bool TA, bool TB, bool BY_ROWS> static void launch(Product p, const si
         }
         const dim3 grid(ceil_div<size_t>(p.J, TILE), BY_ROWS ? tiles : ceil_div<size_t>(p.I, TILE),
                         BY_ROWS ? 1 : n);
-        if (tiles && aligned)
-            grouped_gemm_kernel<TA, TB, BY_ROWS, VECTOR><<<grid, THREADS, 0, compute_stream>>>(p, t);
-        else if (tiles)
-            grouped_gemm_kernel<TA, TB, BY_ROWS, 1><<<grid, THREADS, 0, compute_stream>>>(p, t);
+        if (tiles) grouped_gemm_kernel<TA, TB, BY_ROWS><<<grid, THREADS, 0, compute_stream>>>(p, t);
         launched("grouped_gemm");
         if (BY_ROWS)
             p.b += n * p.stride;
@@ -235,19 +221,19 @@ static double flops(const size_t *rows, size_t groups, size_t K, size_t N) {
 
 void grouped_gemm_forward(floatX *out, const floatX *inp, const floatX *weight, const floatX *bias,
                           const size_t *rows, size_t groups, size_t stride, size_t K, size_t N, void *) {
-    launch<false, false, true>({out, inp, weight, K, K, bias, 0, N, K, stride, false}, rows, groups);
+    launch<false, false, true>({out, inp, weight, K, K, bias, 0, N, K, stride, false, false}, rows, groups);
     kernel_flops.gemm_forward += flops(rows, groups, K, N);
 }
 
 void grouped_gemm_backward_input(floatX *dinp, const floatX *dout, const floatX *weight, const size_t *rows,
                                  size_t groups, size_t stride, size_t K, size_t N, void *) {
-    launch<false, true, true>({dinp, dout, weight, N, K, NULL, 0, K, N, stride, false}, rows, groups);
+    launch<false, true, true>({dinp, dout, weight, N, K, NULL, 0, K, N, stride, false, false}, rows, groups);
     kernel_flops.gemm_backward += flops(rows, groups, K, N);
 }
 
 void grouped_gemm_backward_weight(floatX *dweight, const floatX *dout, const floatX *inp, const size_t *rows,
                                   size_t groups, size_t stride, size_t K, size_t N, void *) {
-    launch<true, true, false>({dweight, dout, inp, N, K, NULL, N, K, 0, stride, false}, rows, groups);
+    launch<true, true, false>({dweight, dout, inp, N, K, NULL, N, K, 0, stride, false, false}, rows, groups);
     kernel_flops.gemm_backward += flops(rows, groups, K, N);
 }
 
