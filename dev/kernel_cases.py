@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
-from kernels import AttentionShape, Fp8Matrix, Kernels  # noqa: E402
+from kernels import AttentionShape, Fp8Matrix, Kernels, MoeRouting  # noqa: E402
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Sizes:
     F: int = 3072
     V: int = 50257
     Vp: int = 50304
+    E: int = 8  # experts, and how many of them a token goes to
+    topk: int = 2
     n: int = 124_475_904  # parameters
     causal: bool = True
 
@@ -308,6 +310,37 @@ def matmul_backward_bias(a, s):
     return Case("", args, (s.N * s.F + 2 * s.F) * a.floatX_bytes)
 
 
+# The same of experts, to which rows go in equal parts.
+def grouped(a, s, args, moved):
+    a.rows = np.full(s.E, s.N // s.E, np.uintp)  # host memory, which must last as long as the arrays
+    shape = [a.rows.ctypes.data, s.E, s.F * s.C + s.F, s.C, s.F, a.workspace("grouped_gemm", s.N, s.C, s.F)]
+    return Case("", [*args, *shape], moved * a.floatX_bytes, 2.0 * s.N * s.C * s.F)
+
+
+def experts(a, s):
+    """Their weights and biases; where the first bias is."""
+    weight = a.floatX(s.E * (s.F * s.C + s.F))
+    return weight, weight + s.F * s.C * a.floatX_bytes
+
+
+@case
+def grouped_gemm_forward(a, s):
+    args = [a.floatX(s.N * s.F), a.floatX(s.N * s.C), *experts(a, s)]
+    return grouped(a, s, args, s.N * (s.F + s.C) + s.E * (s.F * s.C + s.F))
+
+
+@case
+def grouped_gemm_backward_input(a, s):
+    args = [a.floatX(s.N * s.C), a.floatX(s.N * s.F), experts(a, s)[0]]
+    return grouped(a, s, args, s.N * (s.F + s.C) + s.E * s.F * s.C)
+
+
+@case
+def grouped_gemm_backward_weight(a, s):
+    args = [experts(a, s)[0], a.floatX(s.N * s.F), a.floatX(s.N * s.C)]
+    return grouped(a, s, args, s.N * (s.F + s.C) + 2 * s.E * s.F * s.C)
+
+
 def tiles(n):
     return -(-n // 128)
 
@@ -427,6 +460,99 @@ def naive_attention_forward(a, s):
 @case
 def naive_attention_backward(a, s):
     return attention_backward(a, s, "p")
+
+
+# ---- experts: who goes to whom, of N tokens ----------------------------------------------------------------------------
+def routing(s):
+    return MoeRouting(s.E, s.topk, False, 1, 1)
+
+
+def chosen(s):
+    """[N·k]: as many copies for each expert as there are, in no order."""
+    return ((np.arange(s.N * s.topk) * 7919) % s.E).astype(np.int32)
+
+
+def indices(a, s):
+    return a.filled(s.N * s.topk, chosen(s))
+
+
+def places(a, s):
+    order = np.argsort(chosen(s), kind="stable")
+    return a.filled(s.N * s.topk, np.argsort(order, kind="stable").astype(np.int32))
+
+
+@case
+def moe_router_forward(a, s):
+    args = [a.f32(s.N * s.E), a.floatX(s.N * s.C), a.floatX(s.E * s.C), s.N, s.C, s.E]
+    return Case("", args, (s.N + s.E) * s.C * a.floatX_bytes + 4 * s.N * s.E, 2.0 * s.N * s.C * s.E)
+
+
+@case
+def moe_router_backward_input(a, s):
+    args = [a.floatX(s.N * s.C), a.f32(s.N * s.E), a.floatX(s.E * s.C), s.N, s.C, s.E]
+    return Case("", args, (2 * s.N + s.E) * s.C * a.floatX_bytes + 4 * s.N * s.E, 2.0 * s.N * s.C * s.E)
+
+
+@case
+def moe_router_backward_weight(a, s):
+    args = [a.floatX(s.E * s.C), a.f32(s.N * s.E), a.floatX(s.N * s.C), s.N, s.C, s.E]
+    args += [a.workspace("moe_router", s.N, s.C, s.E)]
+    return Case("", args, (s.N + 2 * s.E) * s.C * a.floatX_bytes + 4 * s.N * s.E, 2.0 * s.N * s.C * s.E)
+
+
+@case
+def moe_route(a, s):
+    args = [a.f32(s.N * s.E), indices(a, s), a.f32(s.N * s.topk), a.f32(s.N), a.f32(s.E), s.N, routing(s)]
+    return Case("", args, 4 * s.N * (2 * s.E + 2 * s.topk + 1) + 4 * s.E)
+
+
+@case
+def moe_route_backward(a, s):
+    args = [a.f32(s.N * s.E), a.f32(s.N * s.topk), indices(a, s), a.f32(s.N * s.topk, 0.1), a.f32(s.N * s.E, 0.1)]
+    args += [a.f32(s.B * s.E), 0.5, 0, s.N, s.T, routing(s)]
+    return Case("", args, 4 * s.N * (2 * s.E + 3 * s.topk) + 4 * s.B * s.E)
+
+
+@case
+def moe_sequence_sums(a, s):
+    args = [a.f32(2 * s.B * s.E), indices(a, s), a.f32(s.N * s.E), 0, s.N, s.B, s.T, routing(s)]
+    return Case("", args, 4 * s.N * (s.E + s.topk) + 8 * s.B * s.E)
+
+
+@case
+def moe_balance_loss(a, s):
+    return Case("", [a.filled(1, np.zeros(1)), a.f32(2 * s.B * s.E), s.B, s.E], 8 * s.B * s.E + 16)
+
+
+@case
+def moe_observe(a, s):
+    seen = a.filled(s.E + 3, np.zeros(s.E + 3, np.uint64))
+    args = [seen, a.f32(1, 0.1), indices(a, s), a.f32(s.N, 0.1), a.positions(s.T), 0, 0, 0, s.N, s.T, routing(s)]
+    return Case("", args, 4 * s.N * (s.topk + 1) + 4 * s.T + 16 * (s.E + 3) + 8)
+
+
+@case
+def moe_sort(a, s):
+    args = [indices(a, s), a.filled(s.E, np.zeros(s.E, np.int32)), indices(a, s), s.N * s.topk, s.E]
+    return Case("", args, 8 * s.N * s.topk + 4 * s.E)
+
+
+@case
+def moe_permute(a, s):
+    args = [a.floatX(s.N * s.topk * s.C), a.floatX(s.N * s.C), a.f32(s.N * s.topk), places(a, s), s.N, s.topk, s.C]
+    return Case("", args, s.N * (s.topk + 1) * s.C * a.floatX_bytes + 8 * s.N * s.topk)
+
+
+@case
+def moe_combine(a, s):
+    args = [a.floatX(s.N * s.C), a.floatX(s.N * s.topk * s.C), a.f32(s.N * s.topk), places(a, s), False, s.N, s.topk, s.C]
+    return Case("", args, s.N * (s.topk + 1) * s.C * a.floatX_bytes + 8 * s.N * s.topk)
+
+
+@case
+def moe_gate_backward(a, s):
+    args = [a.f32(s.N * s.topk), a.floatX(s.N * s.C), a.floatX(s.N * s.topk * s.C), places(a, s), s.N, s.topk, s.C]
+    return Case("", args, s.N * (s.topk + 1) * s.C * a.floatX_bytes + 8 * s.N * s.topk)
 
 
 # ---- what a ring of keys and values (cp_ring.c) does beside attention: k and v of a row of q, k and v ----------------

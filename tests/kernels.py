@@ -258,14 +258,20 @@ class Fp8Matrix(ctypes.Structure):
     _fields_ = [("q", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("format", ctypes.c_int), ("blocks", ctypes.c_bool)]
 
 
+class MoeRouting(ctypes.Structure):
+    _fields_ = [("experts", ctypes.c_size_t), ("topk", ctypes.c_size_t), ("sigmoid", ctypes.c_bool),
+                ("groups", ctypes.c_size_t), ("group_limit", ctypes.c_size_t)]
+
+
 class KernelFlops(ctypes.Structure):
     _fields_ = [(n, ctypes.c_double) for n in (
         "gemm_forward", "gemm_backward", "attention_forward", "attention_backward", "gemm_fp8")]
 
 
 TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "size_t": ctypes.c_size_t, "int": ctypes.c_int,
-         "int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "long": ctypes.c_long, "bool": ctypes.c_bool,
-         "Fp8Format": ctypes.c_int, "AttentionShape": AttentionShape, "AdamW": AdamW, "Fp8Matrix": Fp8Matrix}
+         "int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64, "long": ctypes.c_long, "bool": ctypes.c_bool,
+         "Fp8Format": ctypes.c_int, "AttentionShape": AttentionShape, "AdamW": AdamW, "Fp8Matrix": Fp8Matrix,
+         "MoeRouting": MoeRouting}
 
 
 def declarations(*headers):
