@@ -39,7 +39,6 @@ static __global__ void __launch_bounds__(THREADS)
     router_forward_kernel(float *logits, const floatX *inp, const floatX *weight, size_t N, size_t C,
                           size_t E) {
     const size_t first = my_row() * ROWS;
-    if (!IN_RANGE(first < N)) return;
     for (size_t e = 0; e < E; e++) {
         float sum[ROWS] = {};
         for (size_t c = lane_of() * V; c < C; c += WARP * V) {
@@ -161,7 +160,8 @@ struct Best {
     unsigned place;
 };
 
-// The best of value [begin, end) that is not taken, of a whole warp.
+// The best of value [begin, end) that is not taken, of a whole warp. From begin 0 on a lane looks at the places that it fills when
+// it goes through all, so that nobody has to wait between the two.
 static __device__ inline Best best_of(const float *value, unsigned begin, unsigned end) {
     Best best = {0, end};
     for (unsigned i = begin + lane_of(); i < end; i += WARP)
@@ -186,7 +186,6 @@ static __device__ inline float limit_groups(float *value, float *copy, float *sc
     const unsigned E = r.experts, groups = r.groups, each = E / groups;
     const unsigned top = r.topk / r.group_limit > 1 ? r.topk / r.group_limit : 1;
     for (unsigned e = lane_of(); e < E; e += WARP) copy[e] = value[e];
-    __syncwarp();
     for (unsigned g = 0; g < groups; g++) {
         float sum = 0;
         for (unsigned i = 0; i < top && i < each; i++) {
@@ -205,7 +204,6 @@ static __device__ inline float limit_groups(float *value, float *copy, float *sc
     const Best next = best_of(score, 0, groups);
     for (unsigned e = lane_of(); e < E; e += WARP)
         if (!isnan(score[e / each])) value[e] = NAN;
-    __syncwarp();
     return last.value - next.value;
 }
 
@@ -230,7 +228,6 @@ static __global__ void __launch_bounds__(ROUTE_THREADS)
         const float v = score[e] + (bias ? bias[e] : 0);
         value[e] = isnan(v) ? -INFINITY : v;
     }
-    __syncwarp();
     float least = r.group_limit < r.groups ? limit_groups(value, value + E, value + 2 * E, r) : INFINITY;
     Best last = {0, 0};
     sum = 0;
@@ -390,20 +387,18 @@ void moe_observe(uint64_t *seen, float *least, const int32_t *index, const float
 
 // ---------------------------------------------------------------------------------------------------------
 // Sorted by expert.
-enum { SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / WARP };
-
-static __global__ void __launch_bounds__(SORT_THREADS)
+static __global__ void __launch_bounds__(THREADS)
     sort_kernel(int32_t *place, int32_t *count, const int32_t *index, size_t pairs) {
-    __shared__ int mine[SORT_WARPS];
+    __shared__ int mine[WARPS];
     const int expert = blockIdx.x, lane = lane_of(), warp = threadIdx.x / WARP;
     int before = 0, seated = 0;
-    for (size_t i = threadIdx.x; i < pairs; i += SORT_THREADS) before += index[i] < expert;
+    for (size_t i = threadIdx.x; i < pairs; i += THREADS) before += index[i] < expert;
     before = warp_sum(before);
     if (lane == 0) mine[warp] = before;
     __syncthreads();
     int next = 0;
-    for (int w = 0; w < SORT_WARPS; w++) next += mine[w];
-    for (size_t begin = 0; begin < pairs; begin += SORT_THREADS) {
+    for (int w = 0; w < WARPS; w++) next += mine[w];
+    for (size_t begin = 0; begin < pairs; begin += THREADS) {
         const size_t i = begin + threadIdx.x;
         const bool is = IN_RANGE(i < pairs) && index[i] == expert;
         const unsigned votes = __ballot_sync(0xffffffff, is);
@@ -411,7 +406,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
         if (lane == 0) mine[warp] = __popc(votes);
         __syncthreads();
         int here = next + seated + __popc(votes & ((1u << lane) - 1));
-        for (int w = 0; w < SORT_WARPS; w++) {
+        for (int w = 0; w < WARPS; w++) {
             if (w < warp) here += mine[w];
             seated += mine[w];
         }
@@ -421,7 +416,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
 }
 
 void moe_sort(int32_t *place, int32_t *count, const int32_t *index, size_t pairs, size_t E) {
-    sort_kernel<<<E, SORT_THREADS, 0, compute_stream>>>(place, count, index, pairs);
+    sort_kernel<<<E, THREADS, 0, compute_stream>>>(place, count, index, pairs);
     launched("moe_sort");
 }
 

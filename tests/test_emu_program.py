@@ -12,14 +12,16 @@ import pytest
 
 from conftest import SEED, build, checkpoint_bytes, close, covering, label, make_text, run_program
 from test_faults import ENDLESS, culprit
-from test_law import LOSS_TOLERANCE, NORM_TOLERANCE
+from test_law import LOSS_TOLERANCE, NORM_TOLERANCE, steps_with_the_same_experts
 
 STEPS, BATCH, LAYERS = 10, 8, 2
 # With --ffn 37, which no --tp cuts, shards are unequal; no --sp cuts 11 tokens; one key/value head is held by both tp ranks.
-MODEL_AXES = {"arch": ["gpt2", "llama"], "kv_heads": [2, 1], "ffn": [48, 37], "seq": [12, 11]}
+EXPERTS = ["", "--experts 4 --topk 2", "--experts 8 --topk 3 --balance bias --route-groups 4 --route-nodes 2 --shared-experts 1"]
+MODEL_AXES = {"arch": ["gpt2", "llama"], "kv_heads": [2, 1], "ffn": [48, 37], "seq": [12, 11], "experts": EXPERTS}
 MOST_RANKS = 4
 LAYOUT_AXES = {
     "dp": [1, 2, 4],
+    "ep": [1, 2, 4],
     "tp": [1, 2],
     "sp": [False, True],
     "cp": [1],  # more below
@@ -43,6 +45,8 @@ def ranks(x):
 
 
 def legal(x):
+    if x["dp"] % x["ep"] or (x["ep"] > 1 and not x["experts"]):
+        return False
     cut = x["ffn"] % x["tp"] == 0 and not (x["sp"] and (x["tp"] == 1 or x["seq"] % x["tp"]))
     return cut and ranks(x) <= MOST_RANKS
 
@@ -52,6 +56,7 @@ def flags(x):
     out += ["--ffn", x["ffn"], "--seq", x["seq"], "--lr", 3e-3, "--warmup", 3, "--peak-tflops", 1, "--eval-every", 0]
     out += ["--micro-batch", BATCH // (x["dp"] * x["accum"]), "--accum", x["accum"], "--zero", x["zero"], "--tp", x["tp"]]
     out += ["--cp", x["cp"], "--cp-order", x["cp_order"]] if x["cp"] > 1 else []
+    out += [*x["experts"].split(), *(["--ep", x["ep"]] if x["experts"] else [])]
     out += ["--recompute", x["recompute"], "--attention", x["attention"], "--bucket-mb", x["bucket_mb"]]
     return out + [f"--{name.replace('_', '-')}" for name in ("sp", "no_overlap", "lazy_optimizer") if x[name]]
 
@@ -88,11 +93,12 @@ def launch(words, tmp_path_factory):
 
 def obey(launch, x):
     want, got = launch(x, "cpu"), launch(x)
-    wrong = []
+    wrong, same = [], steps_with_the_same_experts(got, want) if x["experts"] else STEPS
+    assert same >= 3, f"experts within rounding of each other: another seed is needed\n$ {got.command}"
     for key, tolerance in ("loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE):
         pairs = list(zip(got.curve(key), want.curve(key), strict=True))
         assert len(pairs) == STEPS
-        wrong += [f"step {i}: {key} {a}, on the CPU {b}" for i, (a, b) in enumerate(pairs) if not close(a, b, tolerance)]
+        wrong += [f"step {i}: {key} {a}, on the CPU {b}" for i, (a, b) in enumerate(pairs[:same]) if not close(a, b, tolerance)]
     losses = want.curve("loss")
     assert losses[-1] < losses[0] - 0.3, f"the CPU's run did not learn: {losses}"
     assert not wrong, "\n".join([*wrong, f"EMU_SEED={x['seed']}", f"$ {got.command}", f"$ {want.command}"])
@@ -257,6 +263,7 @@ def test_slots_that_buckets_share(launch, zero, comm, seed):
 @pytest.mark.parametrize("options", [
     {"dp": 2, "zero": 0, "comm": "mpi", "accum": 2}, {"dp": 2, "zero": 2, "comm": "nccl", "accum": 2},
     {"tp": 2, "sp": True, "comm": "nccl", "arch": "llama", "kv_heads": 1},
+    {"dp": 2, "ep": 2, "tp": 2, "sp": True, "comm": "nccl", "experts": EXPERTS[1]},
     pytest.param({"cp": 2, "comm": "nccl", "arch": "llama", "kv_heads": 1, "accum": 2}, marks=pytest.mark.law),
 ], ids=label)  # fmt: skip
 def test_the_order_of_streams_changes_no_bit(launch, options):

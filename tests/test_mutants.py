@@ -595,7 +595,7 @@ WAITING = re.compile(rf"(cuda_check\()?\b({'|'.join(WAITING)})\((\))?|\b(arrived
 BITS = f"{PROGRAM}::test_the_order_of_streams_changes_no_bit"
 BITS_DP = f"{BITS}[dp=2,zero=2,comm=nccl,accum=2]"
 BITS_SP = f"{BITS}[tp=2,sp=True,comm=nccl,arch=llama,kv_heads=1]"
-BITS_EP = f"{BITS}[dp=2,ep=2,tp=2,sp=True,comm=nccl,experts=4,topk=2]"
+BITS_EP = f"{BITS}[dp=2,ep=2,tp=2,sp=True,comm=nccl,experts=--experts 4 --topk 2]"
 STREAMS = f"{PROGRAM}::test_pipelines"
 OF_W = f"{STREAMS}[['--tp', 2]-zb-h1-llama-nccl-1]"
 SOUND, CHECKPOINT = "tests/test_run.py::test_sound_replicas", "tests/test_checkpoint.py::test_in_c[3]"
