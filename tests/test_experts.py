@@ -3,11 +3,13 @@
 That every layout is the same model is test_law.py's (--experts is an axis of it) and, for the whole of five dimensions, the
 first test's here. Whatever may be said of routing without running it, is written here again.
 """
+import re
+
 import numpy as np
 import pytest
 
 import reference
-from conftest import Run, build, close, run_program
+from conftest import ROOT, Run, build, close, run_program
 from test_memory import dry_run
 
 C, F, LAYERS, SEQ, BATCH = 32, 24, 2, 16, 16
@@ -267,3 +269,17 @@ def test_parameters_of_a_preset(name):
     """All of them, and the active ones; a token's FLOPs are six a parameter of the latter, but for the embedding."""
     said = dry_run("--model", name)
     assert (round(said["params"] * 1e-9, 1), round(said["active_params"] * 1e-9, 1)) == MOST[name], said
+
+
+def test_the_cluster_of_the_readme():
+    """512 ranks, all five dimensions: what the README says of them, and the job has the same flags."""
+    text = (ROOT / "README.md").read_text()
+    (flags,) = re.findall(r"--dry-run --ranks 512 (--model mixtral-8x7B .*)$", text, re.M)
+    assert f"--nodes 64 dev/slurm/train.sbatch {flags} --data " in text
+    said = dry_run("--ranks", 512, *flags.split(), precision="bf16")
+    assert [said[x] for x in ("world", "dp", "ep", "cp", "tp", "pp", "sp")] == [512, 8, 8, 2, 8, 4, True]
+    assert f"It says {said['memory']['peak'] * 1e-9:.0f} GB a rank, a bubble of " in text and said["tokens_per_step"] == 1 << 20
+    assert f"a bubble of {100 * 9 / 57:.1f} %" in text  # 3 (F + I + W) of 16 · 3 + 9
+    out = run_program(build("bf16"), ["--explain", "--ranks", 512, *flags.split()]).stdout  # a line is a tp group
+    groups = [tuple(map(int, line)) for line in re.findall(r"^  ranks (\d+) to (\d+): ", out, re.M)]
+    assert groups == [(8 * host, 8 * host + 7) for host in range(64)], out

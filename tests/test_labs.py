@@ -21,7 +21,7 @@ from conftest import ROOT, build, close, environment, run_program
 
 LABS = ROOT / "dev/labs"
 NAMES = ["1_memory", "2_accumulation", "3_overlap", "4_zero", "5_formats", "6_kernels", "7_tensor", "8_pipeline"]
-NAMES += ["9_context"]
+NAMES += ["9_context", "10_experts"]
 LAB_SECONDS = 200
 
 
@@ -618,6 +618,51 @@ def test_lab_9_waits(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     steps = load("9_context").waits(tmp_path / "trace.json")
     assert [(step.ms, step.waits) for step in steps] == [(12, [4.5, 1]), (10, [0, 0])]
+
+
+
+# ---- 10: experts ------------------------------------------------------------------------------------------------------
+def test_experts_and_who_gets_the_tokens(lab):
+    balance, copies = lab("10_experts").tables[:2]
+    assert [row["--balance"] for row in balance] == ["none", "aux", "bias"]
+    for row in balance:
+        first, most, last = (float(row[x]) for x in ("first", "most", "last"))
+        assert 1 <= first <= most <= 4 and 1 <= last <= most
+        least, largest = (float(row[x].split()[0]) for x in ("least share", "largest"))
+        assert least < 100 / 8 < largest and close(8 * largest / 100, last, 0.01)  # of one step, in the short form
+    assert [row["run"] for row in copies] == [f"{way}, rank {r}" for way in ("none", "aux", "bias") for r in range(4)]
+    for way in range(3):
+        rows = copies[4 * way : 4 * way + 4]
+        left, came = (sum(int(row[x]) for row in rows) for x in ("left", "came"))
+        assert left == came > 0
+    for row in copies:
+        held, even = float(row["activations"]), float(row["even"])
+        assert held >= even and abs(held / even - float(row["times"])) < 0.006
+
+
+def test_experts_and_bytes_of_both_ways(lab):
+    """4 blocks, 1,024 tokens of 128 channels: each way's rows, and what the routers have counted."""
+    *over_ep, over_tp = lab("10_experts").tables[2]
+    sums = 4 * 2 * 2 * 1024 * 128 * 4 * 3 / 4
+    assert float(over_tp["sent"]) == float(over_tp["even"]) == round(sums / 1e6, 3)
+    for row, k in zip(over_ep, (1, 2, 4, 8), strict=True):
+        even = 4 * 4 * 1024 / 4 * k * 128 * 4 * 3 / 4
+        assert row["run"] == f"--ep 4 --topk {k}" and float(row["even"]) == round(even / 1e6, 3)
+        assert row["sent"] == row["by its routing"] and abs(float(row["sent"]) / float(row["even"]) - 1) < 0.1
+        assert float(row["of --tp"]) == k / 4
+    assert over_ep[-1]["sent"] == over_ep[-1]["even"]  # to all of them
+
+
+def test_experts_in_groups_and_in_memory(lab):
+    groups, memory, models = lab("10_experts").tables[3:]
+    assert [(int(row["most"]), float(row["mean"]) <= int(row["most"])) for row in groups[:2]] == [(2, True), (3, True)]
+    assert all(int(row["left the group"]) == int(row["left the rank"]) for row in groups)  # a group is a rank's
+    for row, ep in zip(memory, (1, 2, 4, 8), strict=True):
+        experts = 4 * 8 // ep * 3 * 128 * 352 * 4
+        assert float(row["experts'"]) == round(experts / 1e6, 3) < float(row["weights"])
+        tokens = 4 * (4 * 128 * 2 * 128 * 4 * (ep - 1) / ep + (ep - 1) * 8 * 4)  # and the counts, of each block
+        assert float(row["tokens"]) == round(tokens / 1e6, 3)
+    assert [(row["model"], row["all"], row["active"]) for row in models][0] == ("mixtral-8x7B", "46.7", "12.9")
 
 
 # ---- pictures and pages -----------------------------------------------------------------------------------------

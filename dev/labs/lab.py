@@ -66,6 +66,8 @@ class Run:
         self.memory = self.memories[0]
         self.comm, self.ranks = end["comm"], len(self.memories)
         self.pairs = [rank["pairs"] for rank in end.get("attention", [])]  # of a query and a key, by rank, where cp > 1
+        self.routers = [e["router"] for e in steps if "router" in e]  # what routers have done, step by step,
+        self.experts = end.get("experts")  # and copies of tokens that left each rank, and came
         self.bytes = self.mean("bytes", "dp")
         self.exposed_ms = self.mean("exposed_ms", "dp") / len(steps)  # a step
 
