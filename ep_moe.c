@@ -34,7 +34,7 @@
 //
 // Cost, a layer and micro-batch of N tokens here: four all-to-alls (dispatch and combine, forward and backward) of N·k·C elements,
 // (1 − 1/ep) of them to other ranks where routing is even; six with --recompute full. The router's 6·N·C·E operations, and
-// N·k·(4·C + …) elements kept. Which ranks get how many rows only routing knows: memory for them is taken for an even load,
+// N·k·(2·C + U + F) elements kept. Which ranks get how many rows only routing knows: memory for them is taken for an even load,
 // and grows, entered in the ledger, when more come: at worst ep·N·min(k, E/ep).
 //
 // Shazeer et al. 2017, "Outrageously Large Neural Networks"; Lepikhin et al. 2020, "GShard" (ep); Fedus et al. 2021, "Switch

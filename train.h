@@ -58,8 +58,9 @@ typedef struct {
 
 // A unit is the embedding (unit 0), a block (1 … L) or the head (L + 1). All parameters of one unit, or of several
 // neighbours of a chunk (--bucket-mb; never the embedding), lie in one flat buffer: what data parallelism reduces, ZeRO
-// shards and ZeRO-3 gathers. The experts of a block lie in one of their own, for fewer ranks hold the same. Of its elements, this rank's *shard* is the part that a reduce-scatter brings it; *its own* are
-// those that its optimizer updates: all of them at ZeRO-0, the shard from ZeRO-1 on.
+// shards and ZeRO-3 gathers. The experts of a block lie in one of their own, for fewer ranks hold the same. Of its elements, this
+// rank's *shard* is the part that a reduce-scatter brings it; *its own* are those that its optimizer updates: all of them at
+// ZeRO-0, the shard from ZeRO-1 on.
 typedef struct {
     char name[32];
     int chunk; // −1: the last stage's copy of a tied embedding
@@ -380,8 +381,8 @@ void cp_attention_backward(Model *m, floatX *dqkv, const floatX *do_, const floa
                            const floatX *qkv, AttentionShape s);
 
 // ---- ep_moe.c: mixture of experts ----------------------------------------------------------------------------------------------
-// Memory that all blocks with experts share; of one, what it keeps of a route, of F, and leaves of I. moe_keep: is there enough of
-// it for M rows now?
+// Memory that all blocks with experts share; of one, what it keeps of a route, of F, and leaves of I. For an even load: where more
+// copies come, it grows.
 void moe_reserve(Model *m);
 Route *moe_reserve_route(const Model *m);
 ExpertActivations *moe_reserve_activations(const Model *m);

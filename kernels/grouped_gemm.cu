@@ -37,26 +37,28 @@ struct Product {
 };
 
 // ---------------------------------------------------------------------------------------------------------
-// Tiles in shared memory, [64,32] or turned [32,64], and what is made of two.
-template <bool TURNED>
-constexpr int PITCH = (TURNED ? TILE : DEPTH) + VECTOR; // so that rows begin in other banks
-
+// Tiles in shared memory, and what is made of two. [64,32]: the 16-byte pieces of a row trade places by the row's number, so that
+// neither copies nor reads of eight rows meet in a bank; [32,64], turned: rows begin 16 bytes further on each time.
 template <bool TURNED> struct Tile {
-    static constexpr int ROWS = TURNED ? DEPTH : TILE, COLS = TURNED ? TILE : DEPTH;
-    alignas(16) floatX x[ROWS][PITCH<TURNED>];
+    alignas(16) floatX x[TURNED ? DEPTH : TILE][TURNED ? TILE + VECTOR : DEPTH];
+
+    __device__ floatX *at(int i, int r) {
+        constexpr int PIECES = DEPTH / VECTOR, TOGETHER = 8 / PIECES; // rows in 128 bytes, all banks
+        return TURNED ? &x[r][i] : &x[i][(r / VECTOR ^ i / TOGETHER % PIECES) * VECTOR + r % VECTOR];
+    }
 };
 
 // The tile whose first element is (i, r), with 0 beyond i_end and r_end.
 template <bool TURNED>
 static __device__ inline void fetch(Tile<TURNED> &tile, const floatX *x, size_t ld, size_t i, size_t i_end,
                                     size_t r, size_t r_end, bool aligned) {
-    constexpr int COLS = Tile<TURNED>::COLS;
+    constexpr int COLS = TURNED ? TILE : DEPTH;
     const size_t row = TURNED ? r : i, rows = TURNED ? r_end : i_end;
     const size_t col = TURNED ? i : r, cols = TURNED ? i_end : r_end;
 #pragma unroll
     for (int at = threadIdx.x * VECTOR; at < TILE * DEPTH; at += THREADS * VECTOR) {
         const size_t my_row = row + at / COLS, my_col = col + at % COLS;
-        floatX *to = &tile.x[at / COLS][at % COLS];
+        floatX *to = TURNED ? tile.at(at % COLS, at / COLS) : tile.at(at / COLS, at % COLS);
         const floatX *from = x + my_row * ld + my_col;
         if (aligned) {
             cp_async_16(to, from, IN_RANGE(my_row < rows && my_col < cols) ? 16 : 0);
@@ -70,20 +72,20 @@ static __device__ inline void fetch(Tile<TURNED> &tile, const floatX *x, size_t 
 #ifdef PRECISION_BF16
 
 // 16 × 16 of a tile from (i, r) on, as mma_bf16 takes a: quarters (0,0), (8,0), (0,8), (8,8) of (i, r).
-static __device__ inline void quarters(uint32_t (&q)[4], const Tile<false> &t, int i, int r) {
+static __device__ inline void quarters(uint32_t (&q)[4], Tile<false> &t, int i, int r) {
     const int lane = threadIdx.x % WARP;
-    ldmatrix_x4(q, &t.x[i + lane % 16][r + lane / 16 * 8]);
+    ldmatrix_x4(q, t.at(i + lane % 16, r + lane / 16 * 8));
 }
-static __device__ inline void quarters(uint32_t (&q)[4], const Tile<true> &t, int i, int r) {
+static __device__ inline void quarters(uint32_t (&q)[4], Tile<true> &t, int i, int r) {
     const int lane = threadIdx.x % WARP;
-    ldmatrix_x4_trans(q, &t.x[r + lane / 16 * 8 + lane % 8][i + lane / 8 % 2 * 8]);
+    ldmatrix_x4_trans(q, t.at(i + lane / 8 % 2 * 8, r + lane / 16 * 8 + lane % 8));
 }
 
 // A warp has 32 × 32 of the tile: 2 × 4 results of mma_bf16.
 struct Sum {
     float x[2][4][4];
 
-    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b, bool) {
+    template <bool TA, bool TB> __device__ void add(Tile<TA> &a, Tile<TB> &b, bool) {
         const int i = threadIdx.x / WARP / 2 * 32, j = threadIdx.x / WARP % 2 * 32;
 #pragma unroll
         for (int r = 0; r < DEPTH; r += 16) {
@@ -95,49 +97,50 @@ struct Sum {
                     mma_bf16(x[k][l], left[k], right[l / 2][l % 2], right[l / 2][l % 2 + 2]);
         }
     }
-    // write(i, j, two neighbours along j)
-    template <typename Write> __device__ void each(Write write) const {
+    template <typename Write> __device__ void each(Write write) const { // write(i, j, its sum)
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
         const int i = warp / 2 * 32 + lane / 4, j = warp % 2 * 32 + lane % 4 * 2;
 #pragma unroll
-        for (int k = 0; k < 2; k++)
-#pragma unroll
-            for (int l = 0; l < 4; l++) {
-                write(i + 16 * k, j + 8 * l, x[k][l][0], x[k][l][1]);
-                write(i + 16 * k + 8, j + 8 * l, x[k][l][2], x[k][l][3]);
-            }
+        for (int n = 0; n < 32; n++) {
+            const int k = n / 16, l = n / 4 % 4, e = n % 4;
+            write(i + 16 * k + e / 2 * 8, j + 8 * l + e % 2, x[k][l][e]);
+        }
     }
 };
 
 #else
 
-static __device__ inline float element(const Tile<false> &t, int i, int r, bool round) {
-    return product_input(t.x[i][r], round);
+// (i, r), (i, r + 1), …
+static __device__ inline void four(float (&x)[4], Tile<false> &t, int i, int r, bool round) {
+    load_floats<4>(x, t.at(i, r));
+    for (int v = 0; v < 4; v++) x[v] = product_input(x[v], round);
 }
-static __device__ inline float element(const Tile<true> &t, int i, int r, bool round) {
-    return product_input(t.x[r][i], round);
+static __device__ inline void four(float (&x)[4], Tile<true> &t, int i, int r, bool round) {
+    for (int v = 0; v < 4; v++) x[v] = product_input(*t.at(i, r + v), round);
 }
 
-// A thread has 8 rows, each eighth, and 2 times 2 neighbours in them.
+// A thread has each eighth row, and of it each sixteenth column.
 struct Sum {
     float x[8][4];
 
-    template <bool TA, bool TB> __device__ void add(const Tile<TA> &a, const Tile<TB> &b, bool round) {
-        const int i = threadIdx.x / 16, j = threadIdx.x % 16 * 2;
-#pragma unroll 4
-        for (int r = 0; r < DEPTH; r++) {
-            float left[8], right[4];
-            for (int k = 0; k < 8; k++) left[k] = element(a, i + 8 * k, r, round);
-            for (int l = 0; l < 4; l++) right[l] = element(b, j + l / 2 * 32 + l % 2, r, round);
-            for (int k = 0; k < 8; k++)
-                for (int l = 0; l < 4; l++) x[k][l] += left[k] * right[l];
+    template <bool TA, bool TB> __device__ void add(Tile<TA> &a, Tile<TB> &b, bool round) {
+        const int i = threadIdx.x / 16, j = threadIdx.x % 16;
+        for (int r = 0; r < DEPTH; r += 4) {
+            float left[4], right[4][4];
+#pragma unroll
+            for (int l = 0; l < 4; l++) four(right[l], b, j + 16 * l, r, round);
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                four(left, a, i + 8 * k, r, round);
+                for (int l = 0; l < 4; l++)
+                    for (int v = 0; v < 4; v++) x[k][l] += left[v] * right[l][v];
+            }
         }
     }
     template <typename Write> __device__ void each(Write write) const {
-        const int i = threadIdx.x / 16, j = threadIdx.x % 16 * 2;
+        const int i = threadIdx.x / 16, j = threadIdx.x % 16;
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            for (int l = 0; l < 4; l += 2) write(i + 8 * k, j + l * 16, x[k][l], x[k][l + 1]);
+        for (int n = 0; n < 32; n++) write(i + n / 4 * 8, j + n % 4 * 16, x[n / 4][n % 4]);
     }
 };
 
@@ -146,7 +149,7 @@ struct Sum {
 // ---------------------------------------------------------------------------------------------------------
 // TA, TB: a and b are turned. BY_ROWS: the groups' rows are i; else they are r, and out is the weight's gradient, += .
 template <bool TA, bool TB, bool BY_ROWS>
-static __global__ void __launch_bounds__(THREADS) grouped_gemm_kernel(Product p, Table t) {
+static __global__ void __launch_bounds__(THREADS, 4) grouped_gemm_kernel(Product p, Table t) {
     __shared__ Tile<TA> a_tile[2];
     __shared__ Tile<TB> b_tile[2];
     unsigned g = blockIdx.z, tile = blockIdx.y;
@@ -175,15 +178,11 @@ static __global__ void __launch_bounds__(THREADS) grouped_gemm_kernel(Product p,
         sum.add(a_tile[stage], b_tile[stage], p.round);
         __syncthreads();
     }
-    sum.each([&](int row, int col, float x0, float x1) {
-        const float x[2] = {x0, x1};
-        for (int k = 0; k < 2; k++) {
-            const size_t column = j + col + k;
-            if (!IN_RANGE(i + row < i_end && column < p.J)) continue;
-            floatX *to = out + (i + row) * p.J + column;
-            const float more = !BY_ROWS ? to_float(*to) : p.bias ? to_float(p.bias[offset + column]) : 0;
-            *to = to_floatX(x[k] + more);
-        }
+    sum.each([&](int row, int col, float x) {
+        const size_t column = j + col;
+        if (!IN_RANGE(i + row < i_end && column < p.J)) return;
+        floatX *to = out + (i + row) * p.J + column;
+        *to = to_floatX(x + (!BY_ROWS ? to_float(*to) : p.bias ? to_float(p.bias[offset + column]) : 0));
     });
 }
 

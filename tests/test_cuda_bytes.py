@@ -138,7 +138,8 @@ CONFLICTS = {
     *((name, SMALL.D) for name in (
         "embedding_backward", "layernorm_forward", "layernorm_backward", "cross_entropy_local", "matmul_backward_bias",
         "fp8_quantize", "fp8_quantize_transposed", "fp8_quantize_blocks", "fp8_gemm_mma", "naive_attention_forward",
-        "naive_attention_backward", "grad_norm_squared")),
+        "naive_attention_backward", "grad_norm_squared", "grouped_gemm_forward", "grouped_gemm_backward_input",
+        "grouped_gemm_backward_weight", "moe_route", "moe_sort", "moe_observe", "moe_sequence_sums")),
     *((f"flash_attention_{pass_}", D) for pass_ in ("forward", "backward") for D in (64, 96, 128))])
 def test_bank_conflicts_are_few(precision, name, D):
     for c in counted(name, precision, **{**vars(SMALL), "D": D})["kernels"]:
