@@ -223,6 +223,18 @@ def test_bias_balances_as_aux_does(train, tmp_path):
     assert loss["bias"] < 1.001 * loss["aux"], loss
 
 
+# ---- fewer bits --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("precision, more", [("fp32", "--fp8 e4m3"), ("fp32", "--matmul bf16"), ("bf16", ""), ("bf16", "--grad-accum-fp32")])
+def test_fewer_bits(precision, more, train, text):
+    """All experts are chosen, so that no rounding sends a token elsewhere: not fp32's curve, but near it."""
+    run = "--experts 4 --topk 4 --balance none --steps 20 --lr 3e-3 --min-lr 3e-3 --warmup 2"
+    want = train(*layout(text, run)).curve("loss")
+    got = train(*layout(text, f"{run} --ep 2 {more}", 2, 2), ranks=2, precision=precision).curve("loss")
+    gaps = [abs(a - b) for a, b in zip(got, want, strict=True)]
+    print(f"largest gap {max(gaps):.4f} on the way from {want[0]:.2f} to {want[-1]:.2f}")
+    assert 0 < max(gaps) < 0.03 and want[-1] < want[0] - 1, gaps
+
+
 # ---- checkpoints -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("balance", ["aux", "bias"])
 def test_a_checkpoint_goes_to_any_number_of_ranks(balance, train, text, tmp_path):
