@@ -193,18 +193,19 @@ static const Flag flags[] = {
 
 // ---- filling in -----------------------------------------------------------------------------------------------------
 
-// A number of the file's description; 0 where it has none.
-static long meta_number(const SafeTensors *s, const char *path, const char *name) {
+// A number of the file's description, at least so large; 0 where it has none.
+static long meta_number(const SafeTensors *s, const char *path, const char *name, long least) {
     const char *text = safetensors_meta(s, name);
     if (!text) return 0;
     char *end;
     long x = strtol(text, &end, 10);
-    if (*end || x < 0 || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
+    if (*end || x < least || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
     return x;
 }
 
 static void take_setting(const SafeTensors *s, const char *path, int i) {
-    long *value = setting(&config, i), saved = meta_number(s, path, model_settings[i].name);
+    long *value = setting(&config, i), least = value == &config.shared_experts ? 0 : 1;
+    long saved = meta_number(s, path, model_settings[i].name, least);
     // A dense model's description says nothing of experts.
     bool dense = value == &config.experts && safetensors_meta(s, "layers");
     if (!safetensors_meta(s, model_settings[i].name) && !dense) return;
@@ -234,7 +235,7 @@ static void config_from_file(const char *path) {
     SafeTensors *s = safetensors_open(path);
     const char *arch = safetensors_meta(s, "arch"), *tie = safetensors_meta(s, "tie");
     const char *theta = safetensors_meta(s, "rope_theta");
-    long length = meta_number(s, path, "seq"), trained = meta_number(s, path, "trained_seq");
+    long length = meta_number(s, path, "seq", 1), trained = meta_number(s, path, "trained_seq", 1);
     if (arch) {
         if (strcmp(arch, "llama") != 0 && strcmp(arch, "gpt2") != 0)
             fail_all(EXIT_USAGE, "%s: its metadata says arch = %s; known: %s", path, arch, ARCHS);
@@ -306,16 +307,6 @@ static void seed_from_run(const char *checkpoint) {
     const char *seed = safetensors_meta(s, "seed");
     if (seed) config.seed = strtol(seed, NULL, 10);
     safetensors_close(s);
-}
-
-// ---- experts --------------------------------------------------------------------------------------------------------
-
-bool has_experts(const Config *c, long l) {
-    return c->experts > 0 && (l + 1) % c->moe_every == 0;
-}
-
-long expert_blocks(const Config *c) {
-    return c->experts > 0 ? c->layers / c->moe_every : 0;
 }
 
 // ---- what is refused ------------------------------------------------------------------------------------------------

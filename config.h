@@ -73,9 +73,13 @@ extern Data *train_data, *val_data; // NULL where a dry run reads nothing, and w
 long configure(int argc, char **argv, char *checkpoint, size_t checkpoint_size);
 
 // Does block l have experts? Every --moe-every-th has.
-bool has_experts(const Config *c, long l);
+static inline bool has_experts(const Config *c, long l) {
+    return c->experts > 0 && (l + 1) % c->moe_every == 0;
+}
 // How many blocks have.
-long expert_blocks(const Config *c);
+static inline long expert_blocks(const Config *c) {
+    return c->experts > 0 ? c->layers / c->moe_every : 0;
+}
 // Some weight is held by more than one rank.
 bool has_replicas(const Config *c);
 // What is legal but does nothing is said, so that nobody waits for an effect.

@@ -247,8 +247,9 @@ static __global__ void __launch_bounds__(ROUTE_THREADS)
 
 void moe_route(float *logits, int32_t *index, float *gate, float *margin, const float *bias, size_t N,
                MoeRouting r) {
-    route_kernel<<<blocks_of(N, ROUTE_WARPS), ROUTE_THREADS, ROUTE_WARPS * 3 * r.experts * sizeof(float),
-                   compute_stream>>>(logits, index, gate, margin, bias, N, r);
+    const size_t shared = ROUTE_WARPS * 3 * r.experts * sizeof(float);
+    const unsigned blocks = blocks_of(N, ROUTE_WARPS);
+    route_kernel<<<blocks, ROUTE_THREADS, shared, compute_stream>>>(logits, index, gate, margin, bias, N, r);
     launched("moe_route");
 }
 

@@ -14,7 +14,7 @@ from conftest import SEED, build, checkpoint_bytes, close, covering, label, make
 from test_faults import ENDLESS, culprit
 from test_law import LOSS_TOLERANCE, NORM_TOLERANCE, steps_with_the_same_experts
 
-STEPS, BATCH, LAYERS = 10, 8, 2
+STEPS, BATCH, LAYERS = 7, 8, 2
 # With --ffn 37, which no --tp cuts, shards are unequal; no --sp cuts 11 tokens; one key/value head is held by both tp ranks.
 EXPERTS = ["", "--experts 4 --topk 2 --route-groups 2 --route-nodes 1 --shared-experts 1"]
 MODEL_AXES = {"arch": ["gpt2", "llama"], "kv_heads": [2, 1], "ffn": [48, 37], "seq": [12, 11], "experts": EXPERTS}

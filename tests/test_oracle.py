@@ -340,11 +340,11 @@ def share_of_load(c, weights, tokens):
 
 EXPERT_AXES = {
     "arch": ["gpt2", "llama"],
-    "experts": [(8, 1), (8, 2), (8, 8), (16, 4), (6, 3)],  # how many, and of these topk
-    "groups": [(1, 1), (4, 2), (2, 1), (4, 4)],  # how many, and of these to how many a token may go
+    "experts": [(8, 1), (8, 2), (8, 8), (16, 4)],  # how many, and of these topk
+    "groups": [(1, 1), (4, 2), (2, 1)],  # how many, and of these to how many a token may go
     "balance": ["aux", "bias", "none"],
-    "shared": [0, 1, 2],
-    "expert_ffn": [72, 200, 33],
+    "shared": [0, 2],
+    "expert_ffn": [72, 33],
     "moe_every": [1, 2],
     "seq": [32, 17, 1],
     "recompute": ["none", "selective", "full"],

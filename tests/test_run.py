@@ -31,7 +31,7 @@ def test_help(words):
     r = run_program(build(), words)
     assert r.code == 0 and not r.stderr, f"{r}"
     headings = [line for line in r.stdout.splitlines() if re.fullmatch(r"[a-z]+", line)]
-    assert headings == "model data step parallel memory precision run".split()
+    assert headings == "model experts data step parallel memory precision run".split()
     for flag, default in (("--steps N", "(200)"), ("--lr X", "(0.001)"), ("--recompute none|selective|full", "(none)"),
                           ("--data FILE…", ""), ("--save PATH", ""), ("--quiet", ""), ("--ranks N", ""),
                           ("--cp N", "(1)"), ("--cp-order zigzag|contiguous", "(zigzag)")):  # fmt: skip
