@@ -199,7 +199,8 @@ static long meta_number(const SafeTensors *s, const char *path, const char *name
     if (!text) return 0;
     char *end;
     long x = strtol(text, &end, 10);
-    if (*end || x < least || x > 10000000) fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
+    if (*end || x < least || x > 10000000)
+        fail_all(EXIT_USAGE, "%s: its metadata says %s = %s", path, name, text);
     return x;
 }
 

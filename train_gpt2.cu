@@ -1163,8 +1163,10 @@ static void make_grid(const Config *c, Grid *g) {
     g->cp = comm_ring(g->world, rank / (cp * tp) * tp + rank % tp, rank, "cp");
     g->tp = comm_split(g->world, rank / tp, rank, "tp");
     int ep = (int)c->ep, inner = cp * tp, dp = rank / inner; // of the world: pp · DP + dp
-    int replicas = (rank / in_stage * ep + dp % ep) * tp + rank % tp, sequence = c->sp ? dp : dp * tp + rank % tp;
-    bool aux = c->experts > 0 && c->balance == BALANCE_AUX; // a group that has nothing to say is each rank alone
+    int replicas = (rank / in_stage * ep + dp % ep) * tp + rank % tp,
+        sequence = c->sp ? dp : dp * tp + rank % tp;
+    bool aux =
+        c->experts > 0 && c->balance == BALANCE_AUX; // a group that has nothing to say is each rank alone
     g->ep = comm_mesh(g->world, dp / ep * inner + rank % inner, rank, "ep");
     g->replicas = comm_split(g->world, c->experts ? replicas : rank, rank, "replicas");
     g->sequence = comm_split(g->world, aux ? sequence : rank, rank, "sequence");
